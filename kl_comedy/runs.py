@@ -88,7 +88,7 @@ class Metrics:
 
 # %% ../nbs/library/16_runs.ipynb #e4d417f6
 FINISHED = ("done", "diverged")
-RESERVED = {"run", "state", "seconds", "version"}
+RESERVED = {"run", "scale", "state", "seconds", "version", "inputs"}
 
 
 def write_status(run_dir, state, **more):
@@ -154,7 +154,7 @@ class Run:
         write_status(self.dir, state, seconds=seconds, **summary)
 
 # %% ../nbs/library/16_runs.ipynb #4d2bd9db
-def run_record(run_dir):
+def run_record(run_dir, scale):
     """One row of runs.csv: the id of the run, its parameters, its status and summary."""
     params = yaml.safe_load((Path(run_dir) / "params.yaml").read_text(encoding="utf-8"))
     status = read_status(run_dir)
@@ -162,7 +162,7 @@ def run_record(run_dir):
     if clash:
         raise ValueError(f"{run_dir}: {', '.join(clash)} is a parameter and in the summary")
     cells = {k: json.dumps(v) if isinstance(v, list) else v for k, v in params.items()}
-    return {"run": Path(run_dir).name} | cells | status
+    return {"run": Path(run_dir).name, "scale": scale} | cells | status
 
 
 def stack(frames):
@@ -173,14 +173,14 @@ def stack(frames):
     return pd.concat(kept, names=["run"]).reset_index(level="run").reset_index(drop=True)
 
 # %% ../nbs/library/16_runs.ipynb #50ae1e61
-def collect(run_dirs, out_dir):
+def collect(run_dirs, out_dir, scale):
     """Write runs.csv, metrics.csv and the tables of the finished runs to `out_dir`.
 
-    Runs keep the order of `run_dirs`. Returns the paths of the files."""
+    Runs keep the order of `run_dirs`; `scale` is a column of runs.csv. Returns the paths."""
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     done = [d for d in map(Path, run_dirs) if read_status(d)["state"] in FINISHED]
-    tables = {"runs": pd.DataFrame([run_record(d) for d in done]),
+    tables = {"runs": pd.DataFrame([run_record(d, scale) for d in done]),
               "metrics": stack({d.name: read_metrics(d) for d in done})}
     for name in sorted({p.stem for d in done for p in d.glob("*.csv")}):
         paths = {d.name: d / f"{name}.csv" for d in done}
