@@ -142,6 +142,7 @@ def snapshot(model, tokenizer, reference, tests, n_samples, seed):
 class Recorder(TrainerCallback):
     """Writes every step to `run`; `measure(model)` at step 0, every `eval_every` and last.
 
+    These measurements, a dict with "kl", are printed too, as a sign of life.
     `failure` is None, or the step and the cause that stopped a diverged training.
     """
     def __init__(self, run, measure, eval_every):
@@ -161,6 +162,8 @@ class Recorder(TrainerCallback):
                 control.should_training_stop, control.should_save = True, False
             elif step % self.eval_every == 0 or step == state.max_steps:
                 numbers |= self.measure(model)
+                print(f"step {step} of {state.max_steps}: reward {numbers['reward']:.3f}, "
+                      f"KL {numbers['kl']:.3f} nats", flush=True)
             self.run.log(step, **numbers)
 
 # %% ../nbs/library/14_trainer.ipynb #19a52d0d
