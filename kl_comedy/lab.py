@@ -7,11 +7,13 @@ __all__ = ['TARGETS', 'CHUNK', 'Policy', 'PrefixTreePolicy', 'MarkovPolicy', 'hi
 
 # %% ../nbs/derivations/06_lab.ipynb #5f8b7070
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
 
 from .estimators import ESTIMATORS, exact_kl
-from .placement import credited, kl_surrogate
+from .placement import kl_surrogate
 
 # %% ../nbs/derivations/06_lab.ipynb #04caa6f1
 class Policy:
@@ -256,59 +258,71 @@ def enumerated_gradients(policy, ref, config, behaviour=None):
     return behaviour_logp.sum(-1).exp(), torch.stack(grads)
 
 # %% ../nbs/derivations/06_lab.ipynb #ef151efc
-def sample(policy, n, generator):
+def sample(policy, n, rng):
     """`n` sequences of the policy: flat indices s V + a of states and tokens, (horizon, n).
 
-    Vectorised over sequences; one uniform number decides a token.
+    Vectorised over sequences; `rng`, a numpy Generator, gives one uniform number a token.
     """
     p = policy.logp().exp()
     edges, after = p.cumsum(-1)[:, :-1].contiguous(), policy.next_state.flatten()
     visits = torch.empty(policy.horizon, n, dtype=torch.long)
     state, v = torch.zeros(n, dtype=torch.long), p.shape[-1]
     for row in visits:
-        u = torch.rand(n, 1, generator=generator, dtype=p.dtype)
-        token = (u > edges.index_select(0, state)).sum(-1)
+        token = torch.from_numpy(rng.random((n, 1))) > edges.index_select(0, state)
+        token = token.view(n) if v == 2 else token.sum(-1)
         torch.add(token, state, alpha=v, out=row)
         torch.index_select(after, 0, row, out=state)
     return visits
 
-# %% ../nbs/derivations/06_lab.ipynb #85add9cf
+# %% ../nbs/derivations/06_lab.ipynb #df7eac3a
+def _sum_scores(terms, visits, trials, config):
+    "Sum of the sequences' gradient estimates per trial, (trials, S, V), in one pass back in time."
+    states, v = terms.p.shape
+    kl, weight = terms.kl.flatten(), terms.weight.flatten()
+    in_reward = config.placement in ("reward", "both")
+    shift = torch.arange(trials).repeat_interleave(visits.shape[1] // trials) * states * v
+    counts, credits = terms.p.new_zeros(2, trials * states * v)
+    credit, w = 0, torch.ones_like(shift, dtype=counts.dtype)
+    if in_reward and config.credit == "sequence":
+        credit = sum(kl.index_select(0, row) for row in visits)
+    if config.importance == "sequence":
+        w = torch.stack([weight.index_select(0, row) for row in visits]).prod(0)
+    for row in visits.flip(0):
+        cells = row + shift
+        if config.importance == "token":
+            w = weight.index_select(0, row)
+        if config.placement in ("loss", "both"):
+            counts.index_add_(0, cells, w)
+        if in_reward:
+            if config.credit != "sequence":
+                own = kl.index_select(0, row)
+                credit = own if config.credit == "token" else credit + own
+            credits.index_add_(0, cells, credit if config.importance == "none" else credit * w)
+    counts, credits = (x.view(trials, states, v) for x in (counts, credits))
+    return terms.gradient(credits + counts * terms.slope, counts.sum(-1))
+
+# %% ../nbs/derivations/06_lab.ipynb #c03a774f
 CHUNK = 20_000  # sequences sampled at a time: small enough for the cache
 
 def sample_gradients(policy, ref, config, n_sequences, n_trials, seed, behaviour=None):
     """Monte-Carlo gradients, (n_trials, *parameters.shape): each the mean over `n_sequences`.
 
-    Trials are independent; the same `seed` gives the same numbers. Without beta. No backward pass: score
-    coefficients are summed per trial and state, then turned into gradients at once. Raises ValueError on
-    counts below 1 and policies of different states.
+    Trials are independent, and the same `seed` gives the same numbers. Without beta. No backward
+    pass: score coefficients are summed per trial and state, then turned into gradients at
+    once, in chunks that share the cores. Raises ValueError on counts below 1 and on policies of
+    different states.
     """
     for name, count in (("n_sequences", n_sequences), ("n_trials", n_trials)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"{name}={count!r}: an integer of at least 1 is allowed")
     terms = Terms(policy, ref, config, behaviour)
-    generator = torch.Generator().manual_seed(seed)
-    per_chunk, grads = max(1, CHUNK // n_sequences), []
-    for start in range(0, n_trials, per_chunk):
-        trials = min(per_chunk, n_trials - start)
-        visits = sample(behaviour or policy, trials * n_sequences, generator)
-        grads.append(_sum_scores(terms, visits, trials, config) / n_sequences)
-    return policy.pull_back(torch.cat(grads))
+    per_chunk = max(1, CHUNK // n_sequences)
+    sizes = [min(per_chunk, n_trials - done) for done in range(0, n_trials, per_chunk)]
 
-def _sum_scores(terms, visits, trials, config):
-    "Sum of the sequences' gradient estimates per trial, (trials, S, V)."
-    def look_up(table):
-        return table.flatten().index_select(0, visits.flatten()).view_as(visits)
+    def chunk(trials, seed):
+        rng = np.random.default_rng(seed)
+        visits = sample(behaviour or policy, trials * n_sequences, rng)
+        return policy.pull_back(_sum_scores(terms, visits, trials, config)) / n_sequences
 
-    states, v = terms.p.shape
-    coefficient = look_up(terms.slope)
-    if config.placement in ("reward", "both"):
-        coefficient = coefficient + credited(look_up(terms.kl).T, config.credit).T
-    weight = torch.ones_like(coefficient)
-    if config.importance != "none":
-        weight = look_up(terms.weight)
-        weight = weight.prod(0).expand_as(weight) if config.importance == "sequence" else weight
-    trial = torch.arange(visits.shape[1]) // (visits.shape[1] // trials)
-    cells = (visits + trial * states * v).flatten()
-    sums = [terms.p.new_zeros(trials * states * v).index_add_(0, cells, x.flatten())
-            .view(trials, states, v) for x in (coefficient * weight, weight)]
-    return terms.gradient(sums[0], sums[1].sum(-1))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return torch.cat(list(pool.map(chunk, sizes, np.random.SeedSequence(seed).spawn(len(sizes)))))
