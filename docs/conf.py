@@ -1,0 +1,66 @@
+"""Sphinx configuration; `docs/build.py` stages the sources and calls Sphinx."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+from docutils import nodes
+
+project = "kl_comedy"
+author = "the kl_comedy developers"
+copyright = f"2026, {author}"
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx_copybutton"]
+include_patterns = ["index.md", "api/*.rst", "nbs/**/*.ipynb", "data/README.md", "CONTRIBUTING.md"]
+default_role = "code"  # docstrings write `name` as Markdown does
+nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages' pages are not at hand offline
+
+# A notebook that fails stops the build. What it prints to stderr, progress bars, is not part of a page.
+nb_execution_raise_on_error = True
+nb_execution_show_tb = True
+nb_execution_timeout = 120
+nb_output_stderr = "remove"
+nb_merge_streams = True
+myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
+copybutton_exclude = ".linenos, .gp, .go"
+
+autodoc_default_options = {"members": True, "undoc-members": True, "no-value": True}
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False
+autodoc_preserve_defaults = True
+autodoc_typehints = "none"
+
+# One MathJax file, served by the site itself. Its menu could fetch more files: it is off.
+mathjax = importlib.util.find_spec("sphinx-mathjax-offline").submodule_search_locations[0]
+mathjax_path = "tex-svg.js"
+mathjax3_config = {"options": {"enableMenu": False}, "svg": {"fontCache": "local"}}
+
+html_theme = "sphinx_book_theme"
+html_title = "kl_comedy"
+html_static_path = ["_static", str(Path(mathjax) / "static" / "mathjax" / mathjax_path)]
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_theme_options = {
+    "navbar_persistent": [], "show_navbar_depth": 1, "show_toc_level": 2,
+    "home_page_in_toc": True, "use_fullscreen_button": False}
+
+
+def keep_tags(app, doctree):
+    r"""Keep Sphinx from wrapping display maths that holds `\\` in `split`, where MathJax refuses `\tag`."""
+    for block in doctree.findall(nodes.math_block):
+        if r"\\" in block.astext():
+            block["no-wrap"] = block["nowrap"] = True
+            block.children = [nodes.Text(rf"\[{block.astext()}\]")]
+
+
+def plain_docstring(app, what, name, obj, options, lines):
+    "Docstrings are plain text with `code`: outside of the code, escape what RST would take for markup."
+    parts = "\n".join(lines).split("`")
+    parts[::2] = [re.sub(r"([*|_\\])", r"\\\1", text) for text in parts[::2]]
+    lines[:] = "`".join(parts).split("\n")
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", plain_docstring)
+    app.connect("doctree-read", keep_tags)
+    return {"parallel_read_safe": True}
