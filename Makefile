@@ -53,7 +53,7 @@ define install
 	mkdir -p .venv; touch .venv/unfinished; \
 	[ -x $(BIN)/pip ] || $(PYTHON) -m venv .venv; \
 	echo "installing into .venv, which takes a few minutes"; \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e "$(2)"; \
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e "$(2)"; \
 	touch .venv/installed $(1); rm .venv/unfinished'
 endef
 
