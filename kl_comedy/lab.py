@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['TARGETS', 'CHUNK', 'Policy', 'PrefixTreePolicy', 'MarkovPolicy', 'history_policy', 'recent_policy', 'occupancy',
-           'divergence', 'exact_gradient', 'Terms', 'expected_gradient', 'enumerate_sequences', 'enumerated_gradients',
-           'sample', 'sample_gradients']
+           'divergence', 'exact_gradient', 'Terms', 'expected_gradient', 'named_objective', 'enumerate_sequences',
+           'enumerated_gradients', 'sample', 'sample_gradients']
 
 # %% ../nbs/derivations/06_lab.ipynb #5f8b7070
 import itertools
@@ -228,6 +228,22 @@ def expected_gradient(policy, ref, config, behaviour=None):
             at, past = (flow.new_zeros(child.max() + 1).index_add_(0, child.flatten(), x.flatten())
                         for x in (flow, before + flow * kl))
     return policy.pull_back(terms.gradient(coefficient, mass))
+
+# %% ../nbs/derivations/06_lab.ipynb #5559209b
+def named_objective(gradient, policy, ref):
+    """The divergence, or difference of two, whose exact gradient `gradient` is, in words.
+
+    "zero" if it vanishes, "none of these" if nothing fits to 1e-9 of the gradient's own size or of the
+    sequence-level one, whichever is larger.
+    """
+    exact = {target.replace("_", " ").replace(" kl", " KL"): exact_gradient(policy, ref, target)
+             for target in TARGETS}
+    exact |= {f"{a} - {b}": exact[a] - exact[b] for a, b in itertools.permutations(exact, 2)}
+    size = max(gradient.norm(), exact["sequence reverse KL"].norm())
+    for name, candidate in {"zero": torch.zeros_like(gradient), **exact}.items():
+        if (gradient - candidate).norm() < 1e-9 * size:
+            return name
+    return "none of these"
 
 # %% ../nbs/derivations/06_lab.ipynb #1a0ff30e
 def enumerate_sequences(policy):
