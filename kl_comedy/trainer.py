@@ -4,14 +4,13 @@
 
 # %% auto #0
 __all__ = ['COMPLETE', 'SHARED', 'SEQUENCE_SUM', 'LOGGED', 'stock_trainer', 'MarkComplete', 'resume_point', 'build_trainer',
-           'recorded', 'not_finite', 'snapshot', 'Recorder', 'kl_optimum']
+           'recorded', 'not_finite', 'snapshot', 'Recorder']
 
 # %% ../nbs/library/14_trainer.ipynb #02af0669
 import math
 import shutil
 from pathlib import Path
 
-import numpy as np
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -165,19 +164,3 @@ class Recorder(TrainerCallback):
                 print(f"step {step} of {state.max_steps}: reward {numbers['reward']:.3f}, "
                       f"KL {numbers['kl']:.3f} nats", flush=True)
             self.run.log(step, **numbers)
-
-# %% ../nbs/library/14_trainer.ipynb #19a52d0d
-def kl_optimum(pass_rate, beta):
-    """Pass rate and KL (nats a sequence) of the policy that maximises E[R] - beta KL.
-
-    `pass_rate`: the reference's, one number a prompt, in [0, 1]; both results have its
-    shape. The reward is 0 or 1. Raises ValueError unless beta is positive and finite.
-    """
-    if not 0 < beta < math.inf:
-        raise ValueError(f"beta={beta!r}: a positive finite number is needed")
-    p = np.asarray(pass_rate, dtype=float)
-    with np.errstate(divide="ignore"):  # log 0 is -inf, which is right here
-        right, wrong = np.log(p) + 1 / beta, np.log1p(-p)
-    log_z = np.logaddexp(right, wrong)
-    best = np.exp(right - log_z)
-    return best, best / beta - log_z
