@@ -18,7 +18,7 @@ from . import __version__
 
 # %% ../nbs/library/16_runs.ipynb #f32f51e9
 def write_atomic(path, text):
-    """Replace the file at `path` by `text` in one step: a kill leaves the old one or the new."""
+    """Replace the file at `path` by `text` in one step; a kill leaves the old or the new."""
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -184,7 +184,7 @@ def collect(run_dirs, out_dir, scale):
               "metrics": stack({d.name: read_metrics(d) for d in done})}
     for name in sorted({p.stem for d in done for p in d.glob("*.csv")}):
         paths = {d.name: d / f"{name}.csv" for d in done}
-        tables[name] = stack({run: pd.read_csv(p, float_precision="round_trip")
+        tables[name] = stack({run: pd.read_csv(p, dtype=str, keep_default_na=False)
                               for run, p in paths.items() if p.exists()})
     for name, table in tables.items():
         path, text = out_dir / f"{name}.csv", table.to_csv(index=False)
