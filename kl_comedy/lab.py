@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['TARGETS', 'CHUNK', 'Policy', 'PrefixTreePolicy', 'MarkovPolicy', 'history_policy', 'recent_policy', 'occupancy',
-           'divergence', 'exact_gradient', 'Terms', 'expected_gradient', 'named_objective', 'enumerate_sequences',
-           'enumerated_gradients', 'sample', 'sample_gradients']
+           'divergence', 'exact_gradient', 'enumerate_sequences', 'Terms', 'expected_gradient', 'enumerated_gradients',
+           'named_objective', 'sample', 'sample_gradients']
 
 # %% ../nbs/derivations/06_lab.ipynb #5f8b7070
 import itertools
@@ -19,11 +19,11 @@ from .placement import kl_surrogate
 class Policy:
     """A finite-state autoregressive policy over V tokens and a fixed horizon.
 
-    In state s the next token has logits `logits()[s]`, token a leads to state `next_state[s, a]`,
-    and every sequence starts in state 0 and has `horizon` tokens. `parameters` are the
-    logits (S, V) themselves or, with `features` (S, V, P), the P weights of a log-linear
-    policy. Everything is float64. Raises ValueError on a horizon below 1, shapes that do
-    not fit and non-finite numbers.
+    In state s the next token has log-probs `logp()[s]`, token a leads to state
+    `next_state[s, a]`, and every sequence starts in state 0 and has `horizon` tokens.
+    `parameters` are the logits (S, V) themselves or, with `features` (S, V, P), the P weights
+    of a log-linear policy. Everything is float64. Raises ValueError on a horizon below 1,
+    shapes that do not fit and non-finite numbers.
     """
     def __init__(self, parameters, next_state, horizon, features=None):
         if isinstance(horizon, bool) or not isinstance(horizon, int) or horizon < 1:
@@ -43,7 +43,7 @@ class Policy:
             self.children.append(where)
 
     def logp(self, parameters=None):
-        "Next-token log-probs (S, V) in nats, of these parameters or of others of their shape."
+        "Next-token log-probs (S, V) in nats, of these parameters or of others like them."
         parameters = self.parameters if parameters is None else parameters
         logits = parameters if self.features is None else self.features @ parameters
         return logits.log_softmax(-1)
@@ -62,6 +62,8 @@ class PrefixTreePolicy(Policy):
     V i + 1 ... V i + V, and there are 1 + V + ... + V^(horizon - 1) rows.
     """
     def __init__(self, logits, horizon):
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 2:
+            raise ValueError("logits: a tensor of shape (number of prefixes, V) is needed")
         children = torch.arange(logits.numel()).view(logits.shape) + 1
         super().__init__(logits, children.where(children < len(logits), 0), horizon)
         if len(logits) != (rows := sum(logits.shape[-1]**t for t in range(horizon))):
@@ -81,6 +83,10 @@ class MarkovPolicy(Policy):
     `logits`: (1 + V + ... + V^order, V), contexts ordered as a prefix tree's.
     """
     def __init__(self, logits, order, horizon):
+        if not isinstance(logits, torch.Tensor) or logits.dim() != 2:
+            raise ValueError("logits: a tensor of shape (number of contexts, V) is needed")
+        if isinstance(order, bool) or not isinstance(order, int) or order < 0:
+            raise ValueError(f"order={order!r}: an integer of at least 0 is allowed")
         super().__init__(logits, _contexts(logits.shape[-1], order), horizon)
 
 # %% ../nbs/derivations/06_lab.ipynb #ee81cd2a
@@ -92,55 +98,57 @@ def _log_linear(weights, context, next_state, horizon):
 def history_policy(weights, horizon):
     """Binary policy with three weights and a memory of the whole prefix.
 
-    The logit of token 1 is weights . (1, last token, mean of all tokens so far), with
-    tokens read as -1 and +1, and 0 before the first. A state is (step, count of ones, last token).
+    The logit of token 1 is weights . (1, last token, mean of all tokens so far), with tokens
+    read as -1 and +1, and 0 before the first. A state is (step, count of ones, last token).
     """
     t, ones, last = torch.meshgrid(torch.arange(horizon), torch.arange(horizon + 1),
                                    torch.arange(2), indexing="ij")
-    mean = (2 * ones - t) / t.clamp(min=1)
+    mean = (2 * ones - t).double() / t.clamp(min=1)
     context = torch.stack([torch.ones_like(mean), (2 * last - 1) * (t > 0), mean * (t > 0)], -1)
     token = torch.arange(2)
     child = ((t[..., None] + 1) * (horizon + 1) + ones[..., None] + token) * 2 + token
     child = child.view(-1, 2)
-    return _log_linear(weights, context.double().view(-1, 3),
+    return _log_linear(weights, context.view(-1, 3),
                        child.where(child < len(child), 0), horizon)
 
 # %% ../nbs/derivations/06_lab.ipynb #eb21966a
 def recent_policy(weights, horizon):
     """Binary policy with four weights and a memory of two tokens.
 
-    The logit of token 1 is weights . (1, y1, y2, y1 y2), with y1 the last token and y2
-    the one before, read as -1 and +1, and 0 before the first.
+    The logit of token 1 is weights . (1, y1, y2, y1 y2), with y1 the last token and y2 the
+    one before, read as -1 and +1, and 0 before the first.
     """
-    y1, y2 = torch.tensor([[0, 0], [-1, 0], [1, 0], [-1, -1], [1, -1], [-1, 1], [1, 1]]).double().T
+    y1, y2 = torch.tensor([[0, 0], [-1, 0], [1, 0], [-1, -1], [1, -1],
+                           [-1, 1], [1, 1]]).double().T
     context = torch.stack([torch.ones_like(y1), y1, y2, y1 * y2], -1)
     return _log_linear(weights, context, _contexts(2, 2), horizon)
 
 # %% ../nbs/derivations/06_lab.ipynb #6ea1bd50
-TARGETS = ("sequence_reverse_kl", "token_reverse_kl", "token_forward_kl", "sequence_forward_kl")
+TARGETS = ("sequence_reverse_kl", "token_reverse_kl", "token_forward_kl",
+           "sequence_forward_kl")
 
 def _same_space(policy, **others):
     for name, other in others.items():
         if other is not None and (other.horizon != policy.horizon
                                   or not torch.equal(other.next_state, policy.next_state)):
-            raise ValueError(f"{name} has other states or another horizon ({other.horizon}) than "
-                             f"the policy ({policy.horizon}): both must agree")
+            raise ValueError(f"{name} has other states or another horizon ({other.horizon}) "
+                             f"than the policy ({policy.horizon}): both must agree")
 
 def occupancy(policy, probs):
-    "Probability of each reachable state at each step: a list of `horizon` vectors, forward in time."
+    "Probability of each reachable state at each step: `horizon` vectors, forward in time."
     at = [probs.new_ones(1)]
     for layer, child, after in zip(policy.layers, policy.children, policy.layers[1:]):
-        flow = at[-1].unsqueeze(-1) * probs[layer]
-        at.append(probs.new_zeros(len(after)).index_add(0, child.flatten(), flow.flatten()))
+        flow = (at[-1].unsqueeze(-1) * probs[layer]).flatten()
+        at.append(probs.new_zeros(len(after)).index_add(0, child.flatten(), flow))
     return at
 
-# %% ../nbs/derivations/06_lab.ipynb #66fa5e6b
+# %% ../nbs/derivations/06_lab.ipynb #e733314a
 def divergence(policy, ref, target="sequence_reverse_kl", parameters=None):
-    """Exact divergence in nats, a scalar differentiable in `parameters` (default the policy's own).
+    """Exact divergence in nats: a scalar, differentiable in `parameters` (default: its own).
 
-    The sequence targets let the state distribution depend on the parameters; the token
-    ones freeze it at the policy's. Cost O(horizon x states x V). Raises ValueError on an unknown target
-    or a reference over other states.
+    The sequence targets let the states' distribution depend on the parameters; the token ones
+    freeze it at the policy's. Cost O(horizon x states x V). Raises ValueError on an unknown
+    target or a reference over other states.
     """
     if target not in TARGETS:
         raise ValueError(f"target={target!r}: allowed are {', '.join(TARGETS)}")
@@ -155,19 +163,29 @@ def divergence(policy, ref, target="sequence_reverse_kl", parameters=None):
         at = [d.detach() for d in at]
     return sum((d * per_state[layer]).sum() for d, layer in zip(at, policy.layers))
 
+# %% ../nbs/derivations/06_lab.ipynb #28cd32c2
 def exact_gradient(policy, ref, target="sequence_reverse_kl"):
     "Exact gradient of `divergence` with respect to the policy's parameters, in their shape."
     parameters = policy.parameters.clone().requires_grad_()
     return torch.autograd.grad(divergence(policy, ref, target, parameters), parameters)[0]
 
+# %% ../nbs/derivations/06_lab.ipynb #5c4ee991
+def enumerate_sequences(policy):
+    "Every sequence: states and tokens, both (V^horizon, horizon)."
+    v = policy.next_state.shape[-1]
+    tokens = torch.tensor(list(itertools.product(range(v), repeat=policy.horizon)))
+    states = torch.zeros_like(tokens)
+    for t in range(1, policy.horizon):
+        states[:, t] = policy.next_state[states[:, t - 1], tokens[:, t - 1]]
+    return states, tokens
+
 # %% ../nbs/derivations/06_lab.ipynb #0b22a01e
 class Terms:
     """What one token adds to a gradient estimate, for every state and token, (S, V) float64.
 
-    A sequence's estimate is the sum over its tokens of
-    `weight * ((credited kl + slope) * score + row)`: `kl` is the estimate in the reward, `slope`
-    the derivative of the one in the loss, `row` the gradient of an exact one in the loss.
-    `p`: policy; `mu`: the sampling policy; `weight`: a token's importance ratio.
+    `kl` is the estimate in the reward, `slope` the derivative of the one in the loss, `row`
+    the gradient of an exact one in the loss, `p` the policy, `mu` the sampling policy, `weight`
+    a token's importance ratio. Raises ValueError if the policies have different states.
     """
     def __init__(self, policy, ref, config, behaviour=None):
         _same_space(policy, ref=ref, behaviour=behaviour)
@@ -188,90 +206,76 @@ class Terms:
         if config.placement in ("loss", "both"):
             self.row, self.slope = (grad, self.slope) if exact else (self.row, grad)
 
-    def gradient(self, coefficient, mass):
-        "Gradient of the logits (..., S, V): scores times coefficients (..., S, V), rows times mass (..., S)."
-        return (coefficient - self.p * coefficient.sum(-1, keepdim=True)
-                + mass.unsqueeze(-1) * self.row)
+    def gradient(self, scores, mass):
+        "Logits' gradient (..., S, V): `scores` sums score coefficients, `mass` (..., S) rows."
+        return (scores - self.p * scores.sum(-1, keepdim=True) + mass.unsqueeze(-1) * self.row)
 
-# %% ../nbs/derivations/06_lab.ipynb #3643f65c
+# %% ../nbs/derivations/06_lab.ipynb #eaa27a58
+def _estimates_ahead(policy, q, kl):
+    "For each step, from the last: estimates expected after token a in state s, (n, V)."
+    future = torch.zeros_like(kl[policy.layers[-1]])
+    yield future
+    for layer, child in zip(reversed(policy.layers), reversed(policy.children)):
+        future = (q[layer] * (kl[layer] + future)).sum(-1)[child]
+        yield future
+
+# %% ../nbs/derivations/06_lab.ipynb #807e32bf
 def expected_gradient(policy, ref, config, behaviour=None):
-    """Exact expectation of `config`'s gradient estimate, in the shape of the policy's parameters.
+    """Exact expectation of `config`'s gradient estimate, shaped as the policy's parameters.
 
     Sequences come from `behaviour`, or from the policy itself if that is None. Without beta.
-    Recursions over the steps: future estimates backward, states' probabilities and past
-    estimates forward, O(horizon x states x V). Raises ValueError if the policies differ in states.
+    Cost O(horizon x states x V). Raises ValueError if the policies have different states.
     """
-    terms = Terms(policy, ref, config, behaviour)
-    # under a sequence weight every expectation is one over the policy's own sequences
-    weighted = config.importance == "sequence"
+    terms, weighted = Terms(policy, ref, config, behaviour), config.importance == "sequence"
     q, weight = (terms.p, torch.ones_like(terms.p)) if weighted else (terms.mu, terms.weight)
-    steps = list(zip(policy.layers, [*policy.children, None]))
-    ahead, future = [], torch.zeros_like(terms.kl[policy.layers[-1]])
-    for layer, child in reversed(steps):  # future[s, a]: estimates expected after token a in state s
-        if child is not None:
-            future = (q[after] * (terms.kl[after] + future)).sum(-1)[child]
-        ahead.append(future)
-        after = layer
-    coefficient, mass = torch.zeros_like(q), q.new_zeros(len(q))
+    ahead = list(_estimates_ahead(policy, q, terms.kl))
+    scores, mass = torch.zeros_like(q), q.new_zeros(len(q))
     at, past = q.new_ones(1), q.new_zeros(1)
-    for layer, child in steps:
-        flow, kl = at.unsqueeze(-1) * q[layer], terms.kl[layer]
-        before, future = past.unsqueeze(-1) * q[layer], ahead.pop()
-        credit = flow * kl
-        if config.credit != "token":
-            credit = credit + flow * future
-        if config.credit == "sequence":
-            credit = credit + before
-        coefficient[layer] += weight[layer] * (credit + flow * terms.slope[layer])
+    for layer, child in zip(policy.layers, [*policy.children, None]):
+        flow, before = at.unsqueeze(-1) * q[layer], past.unsqueeze(-1) * q[layer]
+        own, after = flow * terms.kl[layer], flow * ahead.pop()
+        credit = {"token": own, "to_go": own + after, "sequence": own + after + before}
+        scores[layer] += weight[layer] * (credit[config.credit] + flow * terms.slope[layer])
         mass[layer] += (weight[layer] * flow).sum(-1)
         if child is not None:
-            at, past = (flow.new_zeros(child.max() + 1).index_add_(0, child.flatten(), x.flatten())
-                        for x in (flow, before + flow * kl))
-    return policy.pull_back(terms.gradient(coefficient, mass))
-
-# %% ../nbs/derivations/06_lab.ipynb #5559209b
-def named_objective(gradient, policy, ref):
-    """The divergence, or difference of two, whose exact gradient `gradient` is, in words.
-
-    "zero" if it vanishes, "none of these" if nothing fits to 1e-9 of the gradient's own size or of the
-    sequence-level one, whichever is larger.
-    """
-    exact = {target.replace("_", " ").replace(" kl", " KL"): exact_gradient(policy, ref, target)
-             for target in TARGETS}
-    exact |= {f"{a} - {b}": exact[a] - exact[b] for a, b in itertools.permutations(exact, 2)}
-    size = max(gradient.norm(), exact["sequence reverse KL"].norm())
-    for name, candidate in {"zero": torch.zeros_like(gradient), **exact}.items():
-        if (gradient - candidate).norm() < 1e-9 * size:
-            return name
-    return "none of these"
+            at, past = (q.new_zeros(child.max() + 1).index_add_(0, child.flatten(), x.flatten())
+                        for x in (flow, before + own))
+    return policy.pull_back(terms.gradient(scores, mass))
 
 # %% ../nbs/derivations/06_lab.ipynb #1a0ff30e
-def enumerate_sequences(policy):
-    "Every sequence: states and tokens, both (V^horizon, horizon)."
-    v = policy.next_state.shape[-1]
-    tokens = torch.tensor(list(itertools.product(range(v), repeat=policy.horizon)))
-    states = torch.zeros_like(tokens)
-    for t in range(1, policy.horizon):
-        states[:, t] = policy.next_state[states[:, t - 1], tokens[:, t - 1]]
-    return states, tokens
-
 def enumerated_gradients(policy, ref, config, behaviour=None):
     """Every sequence's probability (N,) and gradient estimate (N, *parameters.shape).
 
-    The slow independent check: one backward pass through `kl_surrogate` for each of the N = V^horizon
-    sequences.
+    The slow independent check: one backward pass through `kl_surrogate` for each of the
+    N = V^horizon sequences.
     """
     states, tokens = enumerate_sequences(policy)
     sampler = policy if behaviour is None else behaviour
-    behaviour_logp = sampler.logp()[states, tokens]
+    mu_logp, ref_logp = sampler.logp()[states, tokens], ref.logp()
     mask, grads = torch.ones(1, policy.horizon, dtype=torch.bool), []
     parameters = policy.parameters.clone().requires_grad_()
-    for s, a, mu in zip(states, tokens, behaviour_logp):
+    for s, a, mu in zip(states, tokens, mu_logp):
         logp = policy.logp(parameters)
-        loss = kl_surrogate(logp[s, a][None], ref.logp()[s, a][None], mask, config, mu[None],
-                            exact_kl(logp[s], ref.logp()[s])[None])
-        grads += torch.autograd.grad(loss, parameters, materialize_grads=True)
-    return behaviour_logp.sum(-1).exp(), torch.stack(grads)
+        loss = kl_surrogate(logp[s, a][None], ref_logp[s, a][None], mask, config, mu[None],
+                            exact_kl(logp[s], ref_logp[s])[None])
+        grads += torch.autograd.grad(loss, parameters)
+    return mu_logp.sum(-1).exp(), torch.stack(grads)
+
+# %% ../nbs/derivations/06_lab.ipynb #5559209b
+def named_objective(gradient, policy, ref):
+    """The divergence, or difference of two, that has `gradient` as its exact gradient, in words.
+
+    "zero" if it vanishes and "none of these" if nothing fits, to 1e-9 of its own norm or of the
+    sequence-level reverse KL's gradient, whichever is larger.
+    """
+    exact = {target.replace("_", " ").replace(" kl", " KL"): exact_gradient(policy, ref, target)
+             for target in TARGETS}
+    size = max(gradient.norm(), exact["sequence reverse KL"].norm())
+    exact |= {f"{a} - {b}": exact[a] - exact[b] for a, b in itertools.permutations(exact, 2)}
+    for name, candidate in {"zero": torch.zeros_like(gradient), **exact}.items():
+        if (gradient - candidate).norm() <= 1e-9 * size:
+            return name
+    return "none of these"
 
 # %% ../nbs/derivations/06_lab.ipynb #ef151efc
 def sample(policy, n, rng):
@@ -292,10 +296,10 @@ def sample(policy, n, rng):
 
 # %% ../nbs/derivations/06_lab.ipynb #df7eac3a
 def _sum_scores(terms, visits, trials, config):
-    "Sum of the sequences' gradient estimates per trial, (trials, S, V), in one pass back in time."
+    "Sum of the sequences' gradient estimates per trial, (trials, S, V), from the last token back."
     states, v = terms.p.shape
     kl, weight = terms.kl.flatten(), terms.weight.flatten()
-    in_reward = config.placement in ("reward", "both")
+    in_reward, in_loss = (config.placement in (x, "both") for x in ("reward", "loss"))
     shift = torch.arange(trials).repeat_interleave(visits.shape[1] // trials) * states * v
     counts, credits = terms.p.new_zeros(2, trials * states * v)
     credit, w = 0, torch.ones_like(shift, dtype=counts.dtype)
@@ -307,12 +311,12 @@ def _sum_scores(terms, visits, trials, config):
         cells = row + shift
         if config.importance == "token":
             w = weight.index_select(0, row)
-        if config.placement in ("loss", "both"):
+        if in_loss:
             counts.index_add_(0, cells, w)
+        if in_reward and config.credit != "sequence":
+            own = kl.index_select(0, row)
+            credit = own if config.credit == "token" else credit + own
         if in_reward:
-            if config.credit != "sequence":
-                own = kl.index_select(0, row)
-                credit = own if config.credit == "token" else credit + own
             credits.index_add_(0, cells, credit if config.importance == "none" else credit * w)
     counts, credits = (x.view(trials, states, v) for x in (counts, credits))
     return terms.gradient(credits + counts * terms.slope, counts.sum(-1))
@@ -323,22 +327,20 @@ CHUNK = 20_000  # sequences sampled at a time: small enough for the cache
 def sample_gradients(policy, ref, config, n_sequences, n_trials, seed, behaviour=None):
     """Monte-Carlo gradients, (n_trials, *parameters.shape): each the mean over `n_sequences`.
 
-    Trials are independent, and the same `seed` gives the same numbers. Without beta. No backward
-    pass: score coefficients are summed per trial and state, then turned into gradients at
-    once, in chunks that share the cores. Raises ValueError on counts below 1 and on policies of
-    different states.
+    Trials are independent, and the same `seed` gives the same numbers. Without beta. Raises
+    ValueError on counts below 1 and on policies of different states.
     """
     for name, count in (("n_sequences", n_sequences), ("n_trials", n_trials)):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ValueError(f"{name}={count!r}: an integer of at least 1 is allowed")
-    terms = Terms(policy, ref, config, behaviour)
-    per_chunk = max(1, CHUNK // n_sequences)
+    terms, per_chunk = Terms(policy, ref, config, behaviour), max(1, CHUNK // n_sequences)
     sizes = [min(per_chunk, n_trials - done) for done in range(0, n_trials, per_chunk)]
 
     def chunk(trials, seed):
-        rng = np.random.default_rng(seed)
-        visits = sample(behaviour or policy, trials * n_sequences, rng)
+        sampler, rng = policy if behaviour is None else behaviour, np.random.default_rng(seed)
+        visits = sample(sampler, trials * n_sequences, rng)
         return policy.pull_back(_sum_scores(terms, visits, trials, config)) / n_sequences
 
+    seeds = np.random.SeedSequence(seed).spawn(len(sizes))
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        return torch.cat(list(pool.map(chunk, sizes, np.random.SeedSequence(seed).spawn(len(sizes)))))
+        return torch.cat(list(pool.map(chunk, sizes, seeds)))
