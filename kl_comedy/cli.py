@@ -35,7 +35,7 @@ def parser():
 
 # %% ../nbs/library/18_cli.ipynb #4951cf56
 def show_status(root, runs_dir):
-    """Print how many runs of each sweep are in each state, and those that are not finished."""
+    """Print how many runs of each sweep are in each state, and those that are not done."""
     from kl_comedy.batch import survey
 
     folder = runs_dir or os.path.join(root, "runs")
@@ -44,9 +44,9 @@ def show_status(root, runs_dir):
         print(f"no runs in {os.path.relpath(folder)} yet; kl_comedy reproduce makes them")
         return
     print(runs.groupby(["sweep", "state"]).size().unstack(fill_value=0).to_string())
-    open_runs = runs[~runs["state"].isin(["done"])].fillna("")
-    if len(open_runs):
-        print("\n" + open_runs.to_string(index=False))
+    unfinished = runs[runs["state"] != "done"]
+    if len(unfinished):
+        print("\n" + unfinished.to_string(index=False, na_rep=""))
 
 
 def run_verb(args):
