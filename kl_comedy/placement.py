@@ -5,26 +5,70 @@ __all__ = ['CHOICES', 'KLConfig', 'importance_weight', 'credited', 'kl_surrogate
 
 # %% ../nbs/derivations/02_placement.ipynb #0ef07f79
 import math
+import sys
 from dataclasses import asdict, dataclass
 
 import torch
 
-from .estimators import ESTIMATORS
+from .estimators import ESTIMATORS, log_ratio
 
-# %% ../nbs/derivations/02_placement.ipynb #35d2b56e
-CHOICES = {"estimator": (*ESTIMATORS, "exact"), "placement": ("none", "reward", "loss", "both"),
-           "credit": ("sequence", "to_go", "token"), "importance": ("none", "token", "sequence")}
+# %% ../nbs/derivations/02_placement.ipynb #37edf317
+CHOICES = {"estimator": (*ESTIMATORS, "exact"),
+           "placement": ("none", "reward", "loss", "both"),
+           "credit": ("sequence", "to_go", "token"),
+           "importance": ("none", "token", "sequence")}
 
+def _validate(config):
+    "Refuse, naming the field, a value that is not allowed or a setting that cannot act."
+    for name, allowed in CHOICES.items():
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{name}={getattr(config, name)!r}: allowed are "
+                             f"{', '.join(allowed)}")
+    number = isinstance(config.beta, (int, float)) and not isinstance(config.beta, bool)
+    if not number or not 0 <= config.beta <= sys.float_info.max:
+        raise ValueError(f"beta={config.beta!r}: a finite number of at least 0 is allowed")
+    if config.placement in ("none", "loss") and config.credit != "sequence":
+        raise ValueError(f"credit={config.credit!r}: placement={config.placement!r} "
+                         "multiplies no score by an estimate, so credit cannot act; leave "
+                         "it at 'sequence'")
+    if config.placement == "none" and config.importance != "none":
+        raise ValueError(f"importance={config.importance!r}: placement='none' has no term "
+                         "to weigh; leave it at 'none'")
+
+# %% ../nbs/derivations/02_placement.ipynb #65b84417
+def _active(config):
+    "Whether the penalty does anything: if not, no reference forward pass is needed."
+    return config.placement != "none" and config.beta > 0
+
+def _label(config):
+    "Words for a legend, without beta."
+    if config.placement == "none":
+        return "no KL"
+    name = "exact KL" if config.estimator == "exact" else config.estimator.upper()
+    credit = {"sequence": "", "to_go": ", to-go credit", "token": ", token credit"}
+    ratio = "" if config.importance == "none" else f", {config.importance} ratio"
+    return f"{name} in {config.placement}{credit[config.credit]}{ratio}"
+
+def _slug(config):
+    "Short name for run ids and messages, with as many digits of beta as tell it apart."
+    if config.placement == "none":
+        return "none"
+    short = f"{config.beta:g}"
+    beta = short if float(short) == config.beta else repr(config.beta)
+    credit = "" if config.credit == "sequence" else f"-{config.credit}"
+    ratio = "" if config.importance == "none" else f"-w{config.importance}"
+    return f"{config.estimator}-{config.placement}{credit}{ratio}-b{beta}"
+
+# %% ../nbs/derivations/02_placement.ipynb #da866f35
 @dataclass(frozen=True)
 class KLConfig:
-    """One KL penalty: which estimate, where it acts, how strongly, and with which weights.
+    """One KL penalty: which estimate, where it acts, how strongly, with which weights.
 
-    `estimator` k1, k2, k3 or exact (the whole next-token distribution); `placement` none,
-    reward (a detached part of the return), loss (a differentiated term) or both; `beta` in
-    reward units per nat; `credit` which estimates a token's score is multiplied by: all of the
-    sequence, those from its own on (to_go), or its own (token); `importance` a detached
-    weight for samples of another policy: none, the token's ratio, or the sequence's.
-    Raises ValueError, naming the field, on a value or a combination that means nothing.
+    `estimator`: k1, k2, k3 or exact (the whole next-token distribution). `placement`: none,
+    reward (detached, part of the return), loss (differentiated) or both. `beta`: in reward
+    units per nat. `credit`: which estimates a token's score meets in the reward, sequence
+    (all), to_go (its own and later ones) or token (its own). `importance`: detached weights
+    for samples of another policy, none, token or sequence. Raises ValueError.
     """
     estimator: str = "k1"
     placement: str = "reward"
@@ -33,80 +77,55 @@ class KLConfig:
     importance: str = "none"
 
     def __post_init__(self):
-        for name, allowed in CHOICES.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
-        number = isinstance(self.beta, (int, float)) and not isinstance(self.beta, bool)
-        if not number or not 0 <= self.beta < math.inf:
-            raise ValueError(f"beta={self.beta!r}: a finite number of at least 0 is allowed")
-        object.__setattr__(self, "beta", float(self.beta))
-        if self.placement in ("none", "loss") and self.credit != "sequence":
-            raise ValueError(f"credit={self.credit!r}: placement={self.placement!r} multiplies no "
-                             "score by an estimate, so credit cannot act; leave it at 'sequence'")
-        if self.placement == "none" and self.importance != "none":
-            raise ValueError(f"importance={self.importance!r}: placement='none' has no term to weigh; "
-                             "leave it at 'none'")
-
-    @property
-    def active(self):
-        "Whether the penalty does anything: if not, no reference forward pass is needed."
-        return self.placement != "none" and self.beta > 0
-
-    @property
-    def label(self):
-        "Words for a legend, without beta."
-        if self.placement == "none":
-            return "no KL"
-        name = "exact KL" if self.estimator == "exact" else self.estimator.upper()
-        words = [f"{name} in {self.placement}"]
-        if self.credit != "sequence":
-            words.append({"to_go": "to-go credit", "token": "token credit"}[self.credit])
-        if self.importance != "none":
-            words.append(f"{self.importance} ratio")
-        return ", ".join(words)
+        _validate(self)
+        object.__setattr__(self, "beta", abs(float(self.beta)))  # -0.0 becomes 0.0
 
     def to_dict(self):
         "The fields as plain values: `KLConfig(**config.to_dict()) == config`."
         return asdict(self)
+    active, label, __str__ = property(_active), property(_label), _slug
 
-    def __str__(self):
-        if self.placement == "none":
-            return "none"
-        parts = [self.estimator, self.placement]
-        parts += [self.credit] * (self.credit != "sequence")
-        parts += [f"w{self.importance}"] * (self.importance != "none")
-        return "-".join([*parts, f"b{self.beta:g}"])
-
-# %% ../nbs/derivations/02_placement.ipynb #30626fd1
-def _check(name, x, mask, like):
-    "Refuse what is not a (B, T) log-prob tensor that is finite where the mask is True."
-    if x.shape != like.shape or x.dim() != 2 or not x.is_floating_point():
-        raise ValueError(f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}: the floating shape "
-                         f"(B, T) of logp, {tuple(like.shape)}, is needed")
-    bad = (mask & ~x.isfinite()).nonzero()
-    if len(bad):
-        (i, t), n = bad[0].tolist(), len(bad)
-        raise ValueError(f"{name} is {x[i, t].item()} at sequence {i}, token {t} ({n} such tokens): "
-                         "finite numbers are needed wherever mask is True")
-
-def _inputs(logp, mask, config, **others):
-    "Checked tensors with masked positions selected out (set to 0) before any arithmetic."
-    if not isinstance(mask, torch.Tensor) or mask.dtype != torch.bool or mask.shape != logp.shape:
-        got = (tuple(mask.shape), mask.dtype) if isinstance(mask, torch.Tensor) else type(mask).__name__
+# %% ../nbs/derivations/02_placement.ipynb #7eb93678
+def _filled(mask, **tensors):
+    "The tensors, checked, with masked positions set to 0 before any arithmetic."
+    shape = tensors["logp"].shape
+    if len(shape) != 2 or shape[0] == 0:
+        raise ValueError(f"logp has shape {tuple(shape)}: (B, T) with B >= 1 is needed")
+    tensor = isinstance(mask, torch.Tensor)
+    if not tensor or mask.dtype != torch.bool or mask.shape != shape:
+        got = (tuple(mask.shape), mask.dtype) if tensor else type(mask).__name__
         raise ValueError(f"mask is {got}: a bool tensor of the shape of logp, "
-                         f"{tuple(logp.shape)}, is needed")
-    for name, x in {"logp": logp, **others}.items():
-        _check(name, x, mask, logp)
-    return [x.masked_fill(~mask, 0) for x in (logp, *others.values())]
+                         f"{tuple(shape)}, is needed")
+    for name, x in tensors.items():
+        if x.shape != shape or not x.is_floating_point():
+            raise ValueError(f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}: the "
+                             f"floating shape (B, T) of logp, {tuple(shape)}, is needed")
+        bad = (mask & ~x.isfinite()).nonzero()
+        if len(bad):
+            i, t = bad[0].tolist()
+            raise ValueError(f"{name} is {x[i, t].item()} at sequence {i}, token {t} "
+                             f"({len(bad)} such tokens): finite numbers are needed "
+                             "wherever mask is True")
+    return {name: x.masked_fill(~mask, 0) for name, x in tensors.items()}
+
+# %% ../nbs/derivations/02_placement.ipynb #15d3aa6c
+def _used(config, **tensors):
+    "Those of the tensors that `config` uses; ValueError if one of them is missing."
+    use = {"ref_logp": config.estimator != "exact", "token_kl": config.estimator == "exact",
+           "behaviour_logp": config.importance != "none"}
+    for name, x in tensors.items():
+        if use[name] and x is None:
+            raise ValueError(f"{name} is None: config {config} needs it")
+    return {name: x for name, x in tensors.items() if use[name]}
 
 # %% ../nbs/derivations/02_placement.ipynb #4b7a89ce
 def importance_weight(logp, behaviour_logp, importance):
     """Detached weight pi/pi_behaviour of every token, (B, T): its own or its sequence's.
 
-    Both log-probs are (B, T) in nats, 0 where masked. The exponent is capped at half the logarithm
-    of the dtype's largest number (44 in float32), so that the weight is finite.
+    Both log-probs are (B, T) in nats, 0 where masked. The exponent is capped at half the
+    logarithm of the dtype's largest number (44 in float32), so that the weight is finite.
     """
-    gap = (logp.detach() - behaviour_logp).to(torch.promote_types(logp.dtype, torch.float32))
+    gap = log_ratio(behaviour_logp.detach(), logp.detach())
     if importance == "sequence":
         gap = gap.sum(-1, keepdim=True).expand_as(gap)
     return gap.clamp(max=math.log(torch.finfo(gap.dtype).max) / 2).exp()
@@ -119,36 +138,27 @@ def credited(token_kl, credit):
         return token_kl.flip(-1).cumsum(-1).flip(-1)
     return token_kl.sum(-1, keepdim=True).expand_as(token_kl)
 
-# %% ../nbs/derivations/02_placement.ipynb #c67139f4
+# %% ../nbs/derivations/02_placement.ipynb #7a7f345f
 def kl_surrogate(logp, ref_logp, mask, config, behaviour_logp=None, token_kl=None):
-    """Scalar whose gradient is the Monte-Carlo estimate of the penalty's gradient, without beta.
+    """Scalar whose gradient is the Monte-Carlo estimate of the penalty's, without beta.
 
-    `logp`, `ref_logp`, `behaviour_logp`: (B, T) log-probs of the sampled tokens in nats; `mask`:
-    (B, T) bool, True on completion tokens, EOS included. `token_kl`: (B, T), the differentiable
-    `exact_kl` of each position, needed by estimator "exact" alone. Summed over tokens, averaged over the
-    B sequences. `behaviour_logp` is used only where `config.importance` asks for it. Masked positions
-    contribute nothing, whatever they hold. Raises ValueError on wrong shapes, a mask that is not bool,
-    a missing tensor, or a non-finite log-prob where the mask is True.
+    `logp`, `ref_logp`, `behaviour_logp`: (B, T) log-probs of the sampled tokens in nats;
+    `mask`: (B, T) bool, True on completion tokens, EOS included; `token_kl`: (B, T), the
+    differentiable `exact_kl`. Only what `config` uses is read: `behaviour_logp` for
+    importance weights, `token_kl` for the estimator "exact" and `ref_logp` for all others.
+    Sum over tokens, mean over sequences. Masked positions contribute nothing, whatever they
+    hold. Raises ValueError on wrong shapes, a mask that is not bool, a missing tensor, or a
+    number that is not finite where the mask is True.
     """
     if config.placement == "none":
         return logp[:0].sum()
-    others = {"ref_logp": ref_logp.detach()}
-    for name, x, why in (("behaviour_logp", behaviour_logp, config.importance != "none"),
-                         ("token_kl", token_kl, config.estimator == "exact")):
-        if why and x is None:
-            raise ValueError(f"{name} is None: config {config} needs it")
-        if why:
-            others[name] = x
-    logp, *filled = _inputs(logp, mask, config, **others)
-    given = dict(zip(others, filled))
-    kl = given.get("token_kl")
-    if kl is None:
-        kl = ESTIMATORS[config.estimator](logp, given["ref_logp"])
-    terms = 0
+    x = _filled(mask, logp=logp, **_used(config, ref_logp=ref_logp, token_kl=token_kl,
+                                         behaviour_logp=behaviour_logp))
+    if (kl := x.get("token_kl")) is None:
+        kl = ESTIMATORS[config.estimator](x["logp"], x["ref_logp"].detach())
+    terms = kl if config.placement in ("loss", "both") else 0
     if config.placement in ("reward", "both"):
-        terms = logp * credited(kl.detach(), config.credit)
-    if config.placement in ("loss", "both"):
-        terms = terms + kl
+        terms = terms + x["logp"] * credited(kl.detach(), config.credit)
     if config.importance != "none":
-        terms = terms * importance_weight(logp, given["behaviour_logp"].detach(), config.importance)
+        terms = terms * importance_weight(x["logp"], x["behaviour_logp"], config.importance)
     return terms.sum(-1).mean()
