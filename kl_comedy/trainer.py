@@ -78,9 +78,8 @@ def build_trainer(config, model, tokenizer, dataset, reward, output_dir, *, seed
     """A stock TRL trainer with the KL `config`: `len(dataset) / prompts_per_step` steps.
 
     A step samples `group_size` completions of at most `max_length` tokens for each of the
-    next `prompts_per_step` prompts. `model` must come from a folder, as TRL loads the
-    reference from there. Raises ValueError on a config that the stock trainers lack, and on
-    a dataset that is not a whole number of steps.
+    next `prompts_per_step` prompts. TRL loads the reference from the folder of `model`.
+    Raises ValueError on a config that the stock trainers lack and on a broken last step.
     """
     trainer_class, config_class, settings = stock_trainer(config)
     steps, rest = divmod(len(dataset), prompts_per_step)
@@ -141,7 +140,6 @@ def snapshot(model, tokenizer, reference, tests, n_samples, seed):
 class Recorder(TrainerCallback):
     """Writes every step to `run`; `measure(model)` at step 0, every `eval_every` and last.
 
-    These measurements, a dict with "kl", are printed too, as a sign of life.
     `failure` is None, or the step and the cause that stopped a diverged training.
     """
     def __init__(self, run, measure, eval_every):
