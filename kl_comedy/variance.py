@@ -24,36 +24,34 @@ def _scores(policy, terms):
 def _step(terms, scores, rows, config, baseline, layer):
     """The linear map by which a token moves z = (1, K, F, M), (n, V, P, 4, 4).
 
-    K sums the estimates, F the weighted scores, and M is the gradient estimate of a parameter.
+    K sums the estimates, F the weighted scores; M is the gradient estimate of a parameter.
     """
-    weight = terms.weight[layer] if config.importance == "token" else torch.ones_like(terms.p[layer])
-    f, kl = weight[..., None] * scores[layer], terms.kl[layer][..., None]
+    kl, slope = terms.kl[layer][..., None], terms.slope[layer][..., None]
+    weight = terms.weight[layer][..., None]
+    if config.importance != "token":
+        weight = torch.ones_like(weight)
+    f = weight * scores[layer]
     step = torch.eye(4, dtype=f.dtype).repeat(*f.shape, 1, 1)
     step[..., 1, 0], step[..., 2, 0] = kl, f
-    step[..., 3, 0] = ((kl - baseline + terms.slope[layer][..., None]) * f
-                       + weight[..., None] * rows[layer][:, None])
+    step[..., 3, 0] = (kl - baseline + slope) * f + weight * rows[layer][:, None]
     if config.credit != "token":
         step[..., 3, 2] = kl  # this estimate is credited to the scores before it
     if config.credit == "sequence":
         step[..., 3, 1] = f  # this score is multiplied by the estimates before it
     return step
 
-# %% ../nbs/derivations/07_variance.ipynb #f9d3deeb
+# %% ../nbs/derivations/07_variance.ipynb #19c815db
 def gradient_variance(policy, ref, config, behaviour=None, leave_one_out=None):
-    """Exact variance of `config`'s gradient estimate per sequence, summed over the parameters.
+    """Exact variance of `config`'s gradient estimate per sequence, summed over parameters.
 
-    The mean over n sequences has 1/n of it. `leave_one_out`: size of the group (2 or more) whose
-    other members' mean is subtracted from what a score is credited with; on-policy only, since elsewhere scores do not
-    average to zero. Cost O(horizon x states x V x parameters), plus horizon^2 for the leave-one-out. Raises ValueError.
+    The mean over n sequences has 1/n of it. `leave_one_out`: the size (2 or more) of a group
+    in which the other members' mean credit is subtracted from each score's. Cost O(horizon x
+    states x V x parameters), and horizon times that with the baseline. Raises ValueError if the
+    policies have different states, or on a baseline that would add bias or could not act.
     """
-    if leave_one_out is not None and (behaviour is not None or config.placement not in ("reward", "both")):
-        raise ValueError(f"leave_one_out={leave_one_out}: only on-policy (behaviour=None) and for an "
-                         "estimate in the reward does the baseline leave the expectation alone")
-    if leave_one_out is not None and (not isinstance(leave_one_out, int) or leave_one_out < 2):
-        raise ValueError(f"leave_one_out={leave_one_out!r}: a group size of at least 2 is allowed")
+    _check_group(leave_one_out, config, behaviour)
     terms = Terms(policy, ref, config, behaviour)
     scores, rows = _scores(policy, terms)
-    # squared sequence weights make the second moment an expectation over p^2 / mu
     q = terms.p**2 / terms.mu if config.importance == "sequence" else terms.mu
     baseline, extra = q.new_zeros(policy.horizon), 0
     if leave_one_out is not None:
@@ -71,55 +69,75 @@ def gradient_variance(policy, ref, config, behaviour=None, leave_one_out=None):
     mean = expected_gradient(policy, ref, config, behaviour)
     return (moment[..., 3, 3].sum() - mean.square().sum() + extra).item()
 
-# %% ../nbs/derivations/07_variance.ipynb #07e8a750
-def _leave_one_out(policy, terms, scores, credit):
-    """The mean credit of each step, (T,), and what a baseline estimated from one other sequence adds.
+# %% ../nbs/derivations/07_variance.ipynb #06e20dbe
+def _check_group(size, config, behaviour):
+    "Refuse a leave-one-out baseline that adds bias or has nothing to act on."
+    if size is None:
+        return
+    if isinstance(size, bool) or not isinstance(size, int) or size < 2:
+        raise ValueError(f"leave_one_out={size!r}: a group size of at least 2 is allowed")
+    if behaviour is not None:
+        raise ValueError(f"leave_one_out={size}: only on-policy (behaviour=None), where scores "
+                         "average to zero, does a baseline leave the expectation alone")
+    if config.placement not in ("reward", "both"):
+        raise ValueError(f"leave_one_out={size}: placement={config.placement!r} has no estimate "
+                         "in the reward to subtract a baseline from")
 
-    With f_t the score and C_t the credit of step t, that is the sum over parameters of
-    sum_t E[f_t^2] Var[C_t] + sum_{t,u} E[f_t C_u] E[f_u C_t].
-    """
-    p, kl, horizon = terms.p, terms.kl, policy.horizon
-    at, steps = occupancy(policy, p), list(zip(policy.layers, [*policy.children, None]))
-    first, second, ahead = p.new_zeros(horizon), p.new_zeros(horizon), None
-    for t in reversed(range(horizon)):  # moments of the credited sum, backward in time
-        layer, child = steps[t]
+# %% ../nbs/derivations/07_variance.ipynb #854b6510
+def _credit_moments(policy, terms, credit):
+    "Mean and second moment of what the score of each step is multiplied by, (T,) each."
+    at, steps = occupancy(policy, terms.p), list(zip(policy.layers, [*policy.children, None]))
+    mean, square, ahead = [], [], None
+    for d, (layer, child) in zip(reversed(at), reversed(steps)):
+        k, p = terms.kl[layer], terms.p[layer]
         m1, m2 = (0, 0) if child is None or credit == "token" else (x[child] for x in ahead)
-        ahead = [(p[layer] * x).sum(-1) for x in (kl[layer] + m1, kl[layer]**2 + 2 * kl[layer] * m1 + m2)]
-        first[t], second[t] = at[t] @ ahead[0], at[t] @ ahead[1]
-    if credit == "sequence":
-        first, second = first[:1].expand(horizon), second[:1].expand(horizon)
+        ahead = [(p * (k + m1)).sum(-1), (p * (k**2 + 2 * k * m1 + m2)).sum(-1)]
+        mean.append(d @ ahead[0])
+        square.append(d @ ahead[1])
+    mean, square = torch.stack(mean[::-1]), torch.stack(square[::-1])
+    if credit == "sequence":  # from the first token on is the whole sequence
+        mean, square = mean[:1].expand_as(mean), square[:1].expand_as(square)
+    return mean, square
+
+# %% ../nbs/derivations/07_variance.ipynb #33df0fbf
+def _leave_one_out(policy, terms, scores, credit):
+    "The ideal baseline of each step, (T,), and the noise that estimating it from one other adds."
+    horizon, p = policy.horizon, terms.p
     squares, cross, live = [], p.new_zeros(horizon, horizon, scores.shape[-1]), None
-    for t, (layer, child) in enumerate(steps):  # cross[t, u] = E[f_t kl_u], forward in time
-        flow = (at[t][:, None] * p[layer])[..., None] * scores[layer]
-        squares.append((flow * scores[layer]).sum((0, 1)))
-        flow = flow[None] if live is None else torch.cat([live[:, :, None] * p[layer][..., None], flow[None]])
-        cross[:t + 1, t] = torch.einsum("tsvp,sv->tp", flow, kl[layer])
+    steps = zip(occupancy(policy, p), policy.layers, [*policy.children, None])
+    for t, (d, layer, child) in enumerate(steps):  # cross[t, u] = E[f_t K_u], 0 for u < t
+        flow = (d[:, None] * p[layer])[..., None] * scores[layer]
+        squares.append((flow * scores[layer]).sum())
+        flow = flow[None]
+        if t:
+            flow = torch.cat([live[:, :, None] * p[layer][..., None], flow])
+        cross[:t + 1, t] = torch.einsum("tsvp,sv->tp", flow, terms.kl[layer])
         if child is not None:
             live = flow.new_zeros(t + 1, child.max() + 1, flow.shape[-1]).index_add_(
                 1, child.flatten(), flow.flatten(1, 2))
-    if credit == "sequence":
-        cross = cross.sum(1, keepdim=True).expand_as(cross)
-    elif credit == "to_go":
-        tail = cross.flip(1).cumsum(1).flip(1)  # kl_u from u on; those before t have no part
-        cross = tail[:, torch.arange(horizon)]
-        cross = torch.where(torch.ones(horizon, horizon).tril().bool()[..., None],
-                            tail.diagonal().T[:, None], tail)
-    spread = torch.stack(squares).sum(-1) @ (second - first**2)
-    return first, spread + (cross * cross.transpose(0, 1)).sum()
+    if credit != "token":
+        cross = cross.flip(1).cumsum(1).flip(1)  # E[f_t sum_{v >= u} K_v]
+        whole = cross.diagonal().T[:, None].expand_as(cross)  # for u < t the past has no part
+        past = torch.ones(horizon, horizon, dtype=torch.bool).tril()[..., None]
+        cross = whole if credit == "sequence" else torch.where(past, whole, cross)
+    mean, square = _credit_moments(policy, terms, credit)
+    noise = torch.stack(squares) @ (square - mean**2)
+    return mean, noise + (cross * cross.transpose(0, 1)).sum()
 
 # %% ../nbs/derivations/07_variance.ipynb #0068aebd
 def sampled_statistics(gradients, exact):
-    """Bias, spread and direction of sampled gradients (trials, *shape) about the `exact` one (*shape).
+    """Bias, spread and direction of sampled gradients (trials, *shape) about `exact` (*shape).
 
-    Returns floats: `bias`, the norm of mean minus exact, with `bias_low` and `bias_high`, a 95% interval
-    of the true norm that reaches 0 for an unbiased estimator; `std`, the root of the summed variances; `cosine`,
-    the mean over trials, with its standard error `cosine_se`. Norms are relative to the exact gradient's.
+    Returns floats: `bias`, the norm of mean minus exact, with `bias_low` and `bias_high`, a 95%
+    interval of the true norm that reaches 0 for an unbiased estimator; `std`, the root of the
+    summed variances; `cosine` to `exact`, the mean over trials, and its standard error
+    `cosine_se`. Norms are relative to the norm of `exact`.
     """
     error = (gradients - exact).flatten(1) / exact.norm()
     n, mean, cov = len(error), error.mean(0), torch.atleast_2d(error.T.cov())
-    # |mean|^2 exceeds the squared bias by the noise of the mean, which is known
-    square = mean.square().sum() - cov.trace() / n
-    se = (4 * mean @ cov @ mean / n + 2 * cov.square().sum() / n**2).sqrt()
+    square, noise = mean.square().sum() - cov.trace() / n, cov.square().sum() / n**2
+    along = (mean @ cov @ mean / n - noise).clamp(min=0)  # b' Sigma b / n, noise of the mean removed
+    se = (4 * along + 2 * noise).sqrt()
     low, high = ((square + z * se).clamp(min=0).sqrt() for z in (-1.96, 1.96))
     cosine = torch.cosine_similarity(gradients.flatten(1), exact.flatten()[None])
     values = {"bias": mean.norm(), "bias_low": low, "bias_high": high, "std": cov.trace().sqrt(),
