@@ -1,12 +1,14 @@
 """Build the site: `python docs/build.py [FOLDER]` (default docs/_build/html).
 
-The notebooks are staged in docs/_src in the layout of the repository, so that their relative links
-hold, and read by Sphinx; every warning is an error and nothing is fetched. Derivations, library and
-gallery are executed; experiments train, so they are shown as they are. nbdev's `proc_nbs` would take
-the exported cells out of the pages and the hidden ones out of the execution: the same nbdev machinery
-is used here with one processor of our own. The finished site replaces the old one; a failed build leaves it.
+The notebooks are staged in docs/_src in the layout of the repository, so that their relative
+links hold, and read by Sphinx; every warning is an error and nothing is fetched. Derivations,
+library and gallery are executed; experiments train, so they are shown as they are. nbdev's
+`proc_nbs` would take the exported cells out of the pages and the hidden ones out of the execution:
+the same nbdev machinery is used here with one processor of our own. The finished site replaces the
+old one; a failed build leaves it.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -32,7 +34,7 @@ WHY = {"experiments": "It trains: `kl_comedy reproduce` runs it, once for each c
 
 
 def page_cell(cell):
-    "Turn nbdev's directives into the tags that myst-nb knows; take the directives and empty cells out."
+    "Turn nbdev's directives into tags that myst-nb knows; take directives and empty cells out."
     if cell.cell_type != "code":
         return
     tags = cell.metadata.setdefault("tags", [])
@@ -66,11 +68,18 @@ def stage_api(module):
     "Write the API page of one exported module, a path of a Python file, to docs/_src/api."
     text = module.read_text()
     notebook = re.search(r"File to edit: \.\./(nbs/.*)\.ipynb", text)
-    if notebook and "__all__" in text:
-        name = f"kl_comedy.{module.stem}"
-        (SRC / "api" / f"{module.stem}.rst").write_text(
-            f"{name}\n{'=' * len(name)}\n\nThe chapter: :doc:`/{notebook[1]}`.\n\n"
-            f".. automodule:: {name}\n")
+    if notebook is None:
+        return
+    name = f"kl_comedy.{module.stem}"
+    lines = [name, "=" * len(name), "", f"The chapter: :doc:`/{notebook[1]}`.", "",
+             f".. automodule:: {name}"]
+    for node in ast.parse(text).body:  # constants, which automodule leaves out
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            constant, value = node.targets[0].id, ast.unparse(node.value)
+            if not constant.startswith("_"):
+                lines += ["", f".. py:data:: {name}.{constant}"]
+                lines += [f"   :value: {value}"] * (len(value) <= 60)
+    (SRC / "api" / f"{module.stem}.rst").write_text("\n".join(lines) + "\n")
 
 
 def stage():

@@ -12,9 +12,9 @@ copyright = f"2026, {author}"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx_copybutton"]
 include_patterns = ["index.md", "api/*.rst", "nbs/**/*.ipynb", "data/README.md", "CONTRIBUTING.md"]
 default_role = "code"  # docstrings write `name` as Markdown does
-nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages' pages are not at hand offline
+nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages are not at hand offline
 
-# A notebook that fails stops the build. What it prints to stderr, progress bars, is not part of a page.
+# A notebook that fails stops the build. Its stderr, progress bars mostly, is not part of a page.
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
 nb_execution_timeout = 120
@@ -46,7 +46,7 @@ html_theme_options = {
 
 
 def keep_tags(app, doctree):
-    r"""Keep Sphinx from wrapping display maths that holds `\\` in `split`, where MathJax refuses `\tag`."""
+    r"Keep Sphinx from wrapping display maths that holds `\\` in `split`, where `\tag` is an error."
     for block in doctree.findall(nodes.math_block):
         if r"\\" in block.astext():
             block["no-wrap"] = block["nowrap"] = True
@@ -54,7 +54,7 @@ def keep_tags(app, doctree):
 
 
 def plain_docstring(app, what, name, obj, options, lines):
-    "Docstrings are plain text with `code`: outside of the code, escape what RST would take for markup."
+    "Docstrings are plain text with `code`: escape what RST would take for markup elsewhere."
     parts = "\n".join(lines).split("`")
     parts[::2] = [re.sub(r"([*|_\\])", r"\\\1", text) for text in parts[::2]]
     lines[:] = "`".join(parts).split("\n")
