@@ -1,0 +1,86 @@
+"""The exact variance with a leave-one-out baseline against enumeration of whole groups."""
+import itertools
+
+import pytest
+import torch
+
+from kl_comedy.lab import (
+    MarkovPolicy,
+    PrefixTreePolicy,
+    Terms,
+    enumerate_sequences,
+    enumerated_gradients,
+    expected_gradient,
+    history_policy,
+)
+from kl_comedy.placement import KLConfig, credited
+from kl_comedy.variance import gradient_variance
+
+
+def policies(kind):
+    draw = torch.Generator().manual_seed(3)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    build = {"tree": lambda: PrefixTreePolicy(random(3, 2), 2),
+             "markov": lambda: MarkovPolicy(random(3, 2), 1, 3),
+             "history": lambda: history_policy(random(3), 3)}[kind]
+    return build(), build()
+
+
+def enumerated_groups(policy, ref, config, size):
+    "Expectation, and variance per sequence, of the mean over a group with leave-one-out baselines."
+    states, tokens = enumerate_sequences(policy)
+    theta = policy.parameters.clone().requires_grad_()
+    logp = policy.logp(theta)[states, tokens]
+    scores = torch.stack([torch.autograd.grad(x, theta, retain_graph=True)[0].flatten()
+                          for x in logp.flatten()]).view(*tokens.shape, -1)
+    credit = credited(Terms(policy, ref, config).kl[states, tokens], config.credit)
+    probs, grads = enumerated_gradients(policy, ref, config)
+    loss = grads.flatten(1) - torch.einsum("nt,ntp->np", credit, scores)
+    mean, second = 0, 0
+    for group in itertools.product(range(len(tokens)), repeat=size):
+        total, weight = 0, probs[list(group)].prod()
+        for i, member in enumerate(group):
+            others = [credit[m] for j, m in enumerate(group) if j != i]
+            baseline = sum(others) / (size - 1)
+            total = total + (credit[member] - baseline) @ scores[member] + loss[member]
+        mean = mean + weight * total / size
+        second = second + weight * (total / size).square().sum()
+    return mean, (second - mean.square().sum()).item() * size
+
+
+@pytest.mark.parametrize("kind, size", [("tree", 2), ("tree", 4), ("markov", 2), ("history", 3)])
+def test_leave_one_out_equals_enumeration_of_groups(kind, size):
+    policy, ref = policies(kind)
+    for estimator, placement, credit in itertools.product(
+            ("k1", "k2", "k3", "exact"), ("reward", "both"), ("sequence", "to_go", "token")):
+        config = KLConfig(estimator, placement, 1.0, credit)
+        mean, variance = enumerated_groups(policy, ref, config, size)
+        unchanged = expected_gradient(policy, ref, config).flatten()
+        assert (mean - unchanged).abs().max() < 1e-12, config
+        found = gradient_variance(policy, ref, config, leave_one_out=size)
+        assert found == pytest.approx(variance, rel=1e-10), config
+
+
+def test_larger_groups_estimate_the_baseline_better():
+    policy, ref = policies("history")
+    values = [gradient_variance(policy, ref, KLConfig(), leave_one_out=n) for n in (2, 4, 8, 1000)]
+    assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.parametrize("size", [1, 0, -2, 2.0, True])
+def test_bad_group_sizes_are_refused(size):
+    policy, ref = policies("tree")
+    with pytest.raises(ValueError, match="leave_one_out="):
+        gradient_variance(policy, ref, KLConfig(), leave_one_out=size)
+
+
+def test_a_baseline_that_biases_or_cannot_act_is_refused():
+    policy, ref = policies("tree")
+    with pytest.raises(ValueError, match="on-policy"):
+        gradient_variance(policy, ref, KLConfig(), behaviour=ref, leave_one_out=2)
+    for config in (KLConfig("k3", "loss"), KLConfig(placement="none")):
+        with pytest.raises(ValueError, match="placement="):
+            gradient_variance(policy, ref, config, leave_one_out=2)
