@@ -49,7 +49,8 @@ def learning_rate(step: int, steps: int, peak: float) -> float:
 
 def sft_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
     "AdamW over all parameters; `sft_step` sets the learning rate."
-    return torch.optim.AdamW(model.parameters(), betas=(.9, .98), weight_decay=.01, fused=True)
+    return torch.optim.AdamW(model.parameters(), betas=(.9, .98), weight_decay=.01,
+                             fused=True)
 
 # %% ../nbs/library/13b_sft.ipynb #50f130f7
 def sft_step(model: PreTrainedModel, optimizer: torch.optim.AdamW,
@@ -85,9 +86,11 @@ def save_state(path: str | Path, model: PreTrainedModel, optimizer: torch.optim.
     tensors = {}
     for name, weight in model.named_parameters():
         tensors[name] = weight.detach()
-        tensors |= {f"{moment}:{name}": optimizer.state[weight][moment] for moment in MOMENTS}
+        for moment in MOMENTS:
+            tensors[f"{moment}:{name}"] = optimizer.state[weight][moment]
+    header = {"step": str(step), "recipe": json.dumps(recipe, sort_keys=True)}
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    save_file(tensors, fresh, {"step": str(step), "recipe": json.dumps(recipe, sort_keys=True)})
+    save_file(tensors, fresh, header)
     os.replace(fresh, path)
 
 # %% ../nbs/library/13b_sft.ipynb #23db8b6f

@@ -22,7 +22,7 @@ from random import Random
 
 from datasets import Dataset
 
-# %% ../nbs/library/11_tasks.ipynb #d86a3f11
+# %% ../nbs/library/11_tasks.ipynb #20d080d0
 @dataclass(frozen=True)
 class Problem:
     "A question that can be checked: the name of its task, the prompt and the gold answer."
@@ -30,15 +30,15 @@ class Problem:
     prompt: str
     gold: str
 
-
+# %% ../nbs/library/11_tasks.ipynb #d86a3f11
 @dataclass(frozen=True)
 class Task:
     """A family of `size` problems.
 
-    `problem(index)` writes one, `demonstrate(problem, rng, noise)` answers it with that rate
-    of mistakes, `verify(problem, completion)` checks an answer. `noise` is the rate in the
-    demonstrations that the base policy learns from, and `best` the share of these that are
-    right: the pass rate of a policy that has learned them perfectly.
+    `problem(index)` writes one, `demonstrate(problem, rng, noise)` answers it with that
+    rate of mistakes, `verify(problem, completion)` checks an answer. `noise` is the rate in
+    the demonstrations that the base policy learns from, and `best` the share of these that
+    are right: the pass rate of a policy that has learned them perfectly.
     """
     name: str
     letter: str
