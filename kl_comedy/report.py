@@ -80,8 +80,11 @@ def style():
         "figure.constrained_layout.use": True, "figure.dpi": 110})
 
 # %% ../nbs/library/17_report.ipynb #693983c2
-def spread(wanted, gap):
-    "Positions in the order of `wanted`, at least `gap` apart, moved as little as possible."
+def spread(wanted, gap, low=-np.inf, high=np.inf):
+    """Positions ordered as `wanted`, at least `gap` apart, moved as little as possible.
+
+    They stay within `low` and `high` if there is room, else they leave it at the low end.
+    """
     wanted = np.asarray(wanted, dtype=float)
     order = np.argsort(wanted, kind="stable")
     steps = gap * np.arange(len(wanted))
@@ -92,7 +95,8 @@ def spread(wanted, gap):
             (v, n), (u, m) = blocks.pop(), blocks.pop()
             blocks.append(((u * m + v * n) / (m + n), m + n))
     placed = np.empty(len(wanted))
-    placed[order] = np.repeat([v for v, _ in blocks], [n for _, n in blocks]) + steps
+    pooled = np.repeat([v for v, _ in blocks], [n for _, n in blocks])
+    placed[order] = np.minimum(np.maximum(pooled, low), high - steps[-1:]) + steps
     return placed
 
 # %% ../nbs/library/17_report.ipynb #c985d322
@@ -108,7 +112,7 @@ def label_ends(ax, size=7.5):
             x, y = ax.transAxes.inverted().transform(seen[-1])
             ends.append((line, x, min(max(y, 0), 1)))
     height = ax.get_window_extent().height * 72 / ax.figure.dpi
-    places = spread([y for *_, y in ends], 1.2 * size / height)
+    places = spread([y for *_, y in ends], 1.2 * size / height, 0, 1)
     for (line, x, y), place in zip(ends, places):
         dark = tuple(0.7 * np.array(to_rgb(line.get_color())))  # small text needs contrast
         ax.annotate(line.get_label(), (x, y), (1.05, place), xycoords="axes fraction",
