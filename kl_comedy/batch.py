@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['locked', 'Job', 'die_with_parent', 'execute', 'papermill_error', 'execute_notebook', 'settle', 'run_all', 'run_jobs',
-           'gallery_job', 'duration', 'outcome', 'check_folder', 'record_tables', 'close_sweep', 'progress',
-           'show_files', 'show_summary', 'run_sweeps', 'last_step', 'reproduce', 'survey']
+           'gallery_job', 'duration', 'outcome', 'last_step', 'at_work', 'check_folder', 'record_tables', 'close_sweep',
+           'progress', 'near', 'show_files', 'show_summary', 'run_sweeps', 'reproduce', 'survey']
 
 # %% ../nbs/library/16c_batch.ipynb #b5956757
 import fcntl
@@ -25,13 +25,20 @@ import pandas as pd
 import yaml
 
 import kl_comedy
-from .runs import FINISHED, collect, read_lines, read_status, write_atomic, write_status
+from kl_comedy.runs import (
+    FINISHED,
+    collect,
+    read_lines,
+    read_status,
+    write_atomic,
+    write_status,
+)
 from .sweeps import SweepError, load_sweeps, plan
 
 # %% ../nbs/library/16c_batch.ipynb #a8c9f1a9
 @contextmanager
 def locked(folder, wait=True):
-    """Hold the lock of `folder`; yields its open log file, or None if held and not to `wait`."""
+    """Hold the lock of `folder`; yields its log file, or None if held and not `wait`."""
     with open(Path(folder) / "run.log", "ab") as log:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -39,12 +46,12 @@ def locked(folder, wait=True):
             log = None
         yield log
 
-# %% ../nbs/library/16c_batch.ipynb #85ea03d4
+# %% ../nbs/library/16c_batch.ipynb #e5a18aca
 @dataclass(frozen=True)
 class Job:
     """One notebook to execute in `folder`, with at most `threads` threads for its numerics.
 
-    `inputs` is empty for a run; for a gallery notebook it is the hash of all that it reads."""
+    `inputs` is empty for a run; for a gallery, the hash of all that it reads."""
 
     sweep: str
     name: str
@@ -60,16 +67,16 @@ class Job:
         status = read_status(self.folder)
         return status["state"] in FINISHED and status.get("inputs", "") == self.inputs
 
-
+# %% ../nbs/library/16c_batch.ipynb #ce8c66be
 def die_with_parent():
     """End this process as soon as the one that started it has ended."""
     multiprocessing.parent_process().join()
     os._exit(1)
 
-
+# %% ../nbs/library/16c_batch.ipynb #5d553f2e
 def execute(job):
-    """Execute `job` in this process, unless it is finished by the time its folder is free."""
-    os.setsid()                                   # Ctrl-C reaches the parent alone
+    """Execute `job` in this process, unless it is finished when its folder is free."""
+    os.setsid()  # Ctrl-C reaches the parent alone
     threading.Thread(target=die_with_parent, daemon=True).start()
     with locked(job.folder, wait=False) as log:
         if log is None:
@@ -81,24 +88,25 @@ def execute(job):
             os.dup2(log.fileno(), 2)
             execute_notebook(job)
 
-# %% ../nbs/library/16c_batch.ipynb #9452d01a
+# %% ../nbs/library/16c_batch.ipynb #d6c63e60
 def papermill_error(job):
-    """Execute the notebook of `job` with papermill; returns the error in one line, or ''."""
-    import papermill                              # takes a second, which only workers spend
+    """Execute the notebook of `job` with papermill; returns its error's line, or ''."""
+    import papermill  # takes a second, which only workers spend
     from nbclient.exceptions import DeadKernelError
 
     try:
-        papermill.execute_notebook(job.notebook, job.folder / "run.ipynb", job.parameters,
-                                   progress_bar=False)
+        papermill.execute_notebook(
+            job.notebook, job.folder / "run.ipynb", job.parameters, progress_bar=False
+        )
     except papermill.PapermillExecutionError as error:
         return f"{error.ename}: {' '.join(error.evalue.split())}"
     except DeadKernelError:
         return "the notebook's process died: killed, or out of memory"
     return ""
 
-
+# %% ../nbs/library/16c_batch.ipynb #20e6f983
 def execute_notebook(job):
-    """Execute the notebook of `job` in its folder, and record in its status how that ended."""
+    """Execute the notebook of `job`, and record in its status how that ended."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = str(job.threads)
     os.chdir(job.notebook.parent)
@@ -112,7 +120,7 @@ def execute_notebook(job):
     elif not job.is_finished:
         write_status(job.folder, "failed", cause="the notebook ended without run.finish()")
 
-# %% ../nbs/library/16c_batch.ipynb #ff279b1c
+# %% ../nbs/library/16c_batch.ipynb #a102d0b8
 def settle(job, exitcode):
     """Record `job` as failed if its worker died before it could do so itself."""
     with locked(job.folder):                      # a kernel that it left behind ends first
@@ -120,7 +128,7 @@ def settle(job, exitcode):
             cause = f"its process ended with exit code {exitcode}: killed, or out of memory"
             write_status(job.folder, "failed", cause=cause)
 
-
+# %% ../nbs/library/16c_batch.ipynb #ff279b1c
 def run_all(queue, workers, ended, waiting):
     """Execute the jobs in the list `queue`, `workers` at a time; see above for `ended`.
 
@@ -147,20 +155,32 @@ def run_all(queue, workers, ended, waiting):
         for process, _ in active.values():
             process.kill()
 
-# %% ../nbs/library/16c_batch.ipynb #711ed8ad
+# %% ../nbs/library/16c_batch.ipynb #4c0e9474
 def run_jobs(sweep, scale, runs_dir, threads):
     """The jobs of the runs of `sweep` at `scale`, in order."""
     folders = {name: Path(runs_dir, sweep.name, name) for name in plan(sweep, scale)}
-    return [Job(sweep.name, name, sweep.notebook, folders[name],
-                parameters | {"run_dir": str(folders[name])}, threads)
-            for name, parameters in plan(sweep, scale).items()]
+    return [
+        Job(
+            sweep.name,
+            name,
+            sweep.notebook,
+            folders[name],
+            parameters | {"run_dir": str(folders[name])},
+            threads,
+        )
+        for name, parameters in plan(sweep, scale).items()
+    ]
 
-
+# %% ../nbs/library/16c_batch.ipynb #dd0fcc72
 def gallery_job(sweep, scale, runs_dir, threads):
-    """The job of the gallery notebook of `sweep`, which reads the tables collected for `scale`."""
+    """The gallery job of `sweep`, which reads the tables collected for `scale`."""
     tables = Path(runs_dir, sweep.name, scale)
     folder = Path(runs_dir, "figures", scale, sweep.name)
-    read = [sweep.gallery, *sorted(tables.glob("*.csv")), *sorted(Path(kl_comedy.__file__).parent.glob("*.py"))]
+    read = [
+        sweep.gallery,
+        *sorted(tables.glob("*.csv")),
+        *sorted(Path(kl_comedy.__file__).parent.glob("*.py")),
+    ]
     inputs = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()
     parameters = {"runs_dir": str(tables), "out_dir": str(folder)}
     return Job(sweep.name, "gallery", sweep.gallery, folder, parameters, threads, inputs)
@@ -185,6 +205,20 @@ def outcome(job):
     words = [status["state"], *took, *summary[:4], status.get("cause", "")]
     return f"{job.sweep}  {job.name}  " + "  ".join(word for word in words if word)
 
+# %% ../nbs/library/16c_batch.ipynb #ecc4e15e
+def last_step(run_dir):
+    """The last step that a run has logged; None before the first."""
+    lines = read_lines(Path(run_dir) / "metrics.jsonl")
+    return lines[-1]["step"] if lines else None
+
+
+def at_work(jobs):
+    """One line on the `jobs` that are being executed, with the steps they have reached."""
+    steps = {job.folder: last_step(job.folder) for job in jobs}
+    return "at work: " + ", ".join(
+        f"{job.sweep} {job.name}" + ("" if steps[job.folder] is None else
+                                     f" step {steps[job.folder]}") for job in jobs)
+
 # %% ../nbs/library/16c_batch.ipynb #aeeff17f
 def check_folder(runs_dir):
     """Make the folder `runs_dir`. Raises SweepError if it cannot be written."""
@@ -192,7 +226,9 @@ def check_folder(runs_dir):
         Path(runs_dir).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=runs_dir).close()
     except OSError as error:
-        raise SweepError(f"runs directory {runs_dir} cannot be written: {error.strerror}") from None
+        raise SweepError(
+            f"runs directory {runs_dir} cannot be written: {error.strerror}"
+        ) from None
 
 
 def record_tables(paths, folder):
@@ -203,10 +239,13 @@ def record_tables(paths, folder):
 
 # %% ../nbs/library/16c_batch.ipynb #e3c3a9e1
 def close_sweep(sweep, jobs, settings, record_dir):
-    """Collect the tables of a sweep whose `jobs` have ended; returns its gallery job, if to do."""
+    """Collect the tables of a sweep whose `jobs` have ended; returns its gallery job."""
     scale, runs_dir, _ = settings
     if failed := [job for job in jobs if not job.is_finished]:
-        print(f"{sweep.name}: not collected, {len(failed)} of {len(jobs)} runs failed", flush=True)
+        print(
+            f"{sweep.name}: not collected, {len(failed)} of {len(jobs)} runs failed",
+            flush=True,
+        )
         return []
     tables = collect([job.folder for job in jobs], runs_dir / sweep.name / scale, scale)
     if record_dir:
@@ -215,41 +254,53 @@ def close_sweep(sweep, jobs, settings, record_dir):
         return []
     return [job]
 
-
+# %% ../nbs/library/16c_batch.ipynb #d4893309
 def progress(started, done, total):
     """How far a batch is and how long it will take: `[ 3/12] 1:05, about 2:10 left`."""
     elapsed = time.monotonic() - started
-    left = f", about {duration(elapsed / done * (total - done))} left" if 0 < done < total else ""
+    left = (
+        f", about {duration(elapsed / done * (total - done))} left"
+        if 0 < done < total
+        else ""
+    )
     return f"[{done:>{len(str(total))}}/{total}] {duration(elapsed)}{left}"
 
-# %% ../nbs/library/16c_batch.ipynb #cddf7b79
+# %% ../nbs/library/16c_batch.ipynb #17c2d32d
+def near(path):
+    """`path` as it is shortest to write: relative if it lies below the current folder."""
+    path = Path(path)
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
 def show_files(sweeps, scale, runs_dir, record_dir):
     """Print where the tables and figures of `sweeps` are."""
+    print("Tables and figures:")
     for sweep in sweeps:
         folders = [runs_dir / sweep.name / scale, runs_dir / "figures" / scale / sweep.name]
         folders += [record_dir / sweep.name] if record_dir else []
         for path in [path for folder in folders for path in sorted(folder.glob("*.*"))]:
             if path.suffix in (".csv", ".png", ".svg", ".pdf", ".md", ".ipynb"):
-                print(f"  {os.path.relpath(path)}")
+                print(f"  {near(path)}")
 
-
+# %% ../nbs/library/16c_batch.ipynb #33f64596
 def show_summary(jobs):
-    """Print a table of the runs, then each failure with its cause and the notebook to look at."""
+    """Print a table of the runs, and each failure with its cause and its notebook."""
     rows = [{"sweep": job.sweep, "run": job.name} | read_status(job.folder) for job in jobs]
     table = pd.DataFrame(rows).drop(columns=["version", "cause", "inputs"], errors="ignore")
-    print(table.to_string(index=False, na_rep="", max_cols=None, float_format="{:.4g}".format))
+    print(table.to_string(index=False, na_rep="", float_format="{:.4g}".format))
     for job in [job for job in jobs if not job.is_finished]:
         print(f"FAILED {job.sweep}/{job.name}: {read_status(job.folder).get('cause')}\n"
-              f"       see {os.path.relpath(job.folder / 'run.ipynb')}")
+              f"       see {near(job.folder / 'run.ipynb')}")
 
-# %% ../nbs/library/16c_batch.ipynb #7dacc7cf
+# %% ../nbs/library/16c_batch.ipynb #f58fc8dd
 def run_sweeps(sweeps, jobs, settings, workers, record_dir):
-    """Execute what is not finished of `jobs`, and the galleries; returns the gallery jobs made."""
-    todo = {name: [job for job in all_jobs if not job.is_finished] for name, all_jobs in jobs.items()}
+    """Execute the unfinished of `jobs`, and the galleries; returns the gallery jobs."""
+    todo = {name: [j for j in jobs[name] if not j.is_finished] for name in jobs}
     started, total, galleries = time.monotonic(), sum(map(len, todo.values())), []
 
-    def now():
-        return progress(started, total - sum(map(len, todo.values())), total)
+    def say(words):
+        done = total - sum(map(len, todo.values()))
+        print(f"{progress(started, done, total)}  {words}", flush=True)
 
     def close(name):
         new = close_sweep(sweeps[name], jobs[name], settings, record_dir)
@@ -257,34 +308,25 @@ def run_sweeps(sweeps, jobs, settings, workers, record_dir):
         return new
 
     def ended(job):
-        if not job.inputs:
+        if job in todo[job.sweep]:
             todo[job.sweep].remove(job)
-        print(f"{now()}  {outcome(job)}", flush=True)
-        return close(job.sweep) if not (job.inputs or todo[job.sweep]) else []
+        say(outcome(job))
+        return close(job.sweep) if not (todo[job.sweep] or job.inputs) else []
 
-    def waiting(active):
-        steps = [f"{job.sweep} {job.name} step {last_step(job.folder)}" for job in active]
-        print(f"{now()}  at work: {', '.join(steps)}", flush=True)
-
-    run_all([job for name in todo for job in todo[name] or close(name)], workers, ended, waiting)
+    queue = [job for name in todo for job in todo[name] or close(name)]
+    run_all(queue, workers, ended, lambda active: say(at_work(active)))
     return galleries
-
-
-def last_step(run_dir):
-    """The last step that a run has logged; 'none' before the first."""
-    lines = read_lines(Path(run_dir) / "metrics.jsonl")
-    return lines[-1]["step"] if lines else "none"
 
 # %% ../nbs/library/16c_batch.ipynb #0e8c13ea
 def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False):
-    """Make the runs of the sweeps `names` (all of them if empty) at `scale`, then their figures.
+    """Make the runs of the sweeps `names` (if empty, all) at `scale`, then their figures.
 
     Runs that are finished are left as they are. `workers` runs at a time share the cores.
-    With `record` the collected tables are copied to data/runs. Returns True if nothing failed.
+    With `record` the tables are copied to data/runs. Returns True if nothing failed.
     Raises SweepError before any work if the request cannot be carried out."""
     sweeps = {sweep.name: sweep for sweep in load_sweeps(root, scale, names)}
     runs_dir = Path(runs_dir or Path(root, "runs")).resolve()
-    if workers is None:                           # a benchmark or a GPU run wants to be alone
+    if workers is None:                    # a benchmark or a run on a GPU wants to be alone
         workers = 1 if scale in ("bench", "paper") else min(4, os.cpu_count())
     if workers < 1:
         raise SweepError(f"jobs must be 1 or more, got {workers}")
@@ -292,18 +334,18 @@ def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False):
     settings = scale, runs_dir, max(1, os.cpu_count() // workers)
     record_dir = Path(root, "data", "runs") if record else None
     jobs = {name: run_jobs(sweep, *settings) for name, sweep in sweeps.items()}
-    everything = [job for some in jobs.values() for job in some]
-    done = sum(job.is_finished for job in everything)
-    print(f"{len(everything)} runs of {', '.join(sweeps)} at scale {scale}: {done} done already, "
-          f"{len(everything) - done} to do, {workers} at a time", flush=True)
+    runs = [job for some in jobs.values() for job in some]
+    done = sum(job.is_finished for job in runs)
+    print(f"{len(runs)} runs of {', '.join(sweeps)} at scale {scale}: {done} done already, "
+          f"{len(runs) - done} to do, {workers} at a time", flush=True)
     galleries = run_sweeps(sweeps, jobs, settings, workers, record_dir)
-    show_summary(everything + galleries)
+    show_summary(runs + galleries)
     show_files(sweeps.values(), scale, runs_dir, record_dir)
-    return all(job.is_finished for job in everything + galleries)
+    return all(job.is_finished for job in runs + galleries)
 
 # %% ../nbs/library/16c_batch.ipynb #1cbaca8f
 def survey(runs_dir):
-    """DataFrame with one row for each run in `runs_dir`: sweep, run, state, step, seconds, cause.
+    """DataFrame with one row a run in `runs_dir`: sweep, run, state, step, seconds, cause.
 
     A run that is recorded as running while nothing holds its lock was interrupted."""
     rows = []
@@ -312,6 +354,9 @@ def survey(runs_dir):
         with locked(path.parent, wait=False) as log:
             if status["state"] == "running" and log is not None:
                 status["state"] = "interrupted"
-        rows.append({"sweep": path.parts[-3], "run": path.parts[-2], "step": last_step(path.parent)} | status)
+        rows.append(
+            {"sweep": path.parts[-3], "run": path.parts[-2], "step": last_step(path.parent)}
+            | status
+        )
     columns = ["sweep", "run", "state", "step", "seconds", "cause"]
     return pd.DataFrame(rows, columns=columns)

@@ -18,7 +18,7 @@ from . import __version__
 
 # %% ../nbs/library/16_runs.ipynb #f32f51e9
 def write_atomic(path, text):
-    """Replace the file at `path` by `text` in one step; a kill leaves the old or the new."""
+    """Replace the file at `path` by `text` in one step; a kill leaves old or new."""
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -71,11 +71,13 @@ class Metrics:
         self.names = {name for line in lines if line["step"] == self.step for name in line}
 
     def log(self, step, metrics):
-        """Append the numbers `metrics` of `step`. ValueError if they were logged already."""
+        """Append the numbers `metrics` of `step`. ValueError if logged already."""
         names = set(metrics) | (self.names if step == self.step else set())
         if step < max(self.step, 0) or (step == self.step and self.names & set(metrics)):
-            raise ValueError(f"{self.path}: step {step} with {sorted(metrics)} comes after "
-                             f"step {self.step}; call rewind({step - 1}) first to log it again")
+            raise ValueError(
+                f"{self.path}: step {step} with {sorted(metrics)} comes after "
+                f"step {self.step}; call rewind({step - 1}) first to log it again"
+            )
         numbers = {name: number(name, value) for name, value in metrics.items()}
         append_line(self.path, {"step": step} | numbers)
         self.step, self.names = step, names
@@ -107,7 +109,7 @@ def read_metrics(run_dir):
 
 # %% ../nbs/library/16_runs.ipynb #756a8fcd
 class Run:
-    """The directory of one run: `log` as it goes, then `finish`, or `fail` if it diverged."""
+    """The directory of one run: `log` as it goes, then `finish`, or `fail`."""
 
     def __init__(self, run_dir):
         self.dir = Path(run_dir)
@@ -135,8 +137,10 @@ class Run:
     def save_table(self, name, table):
         """Write the DataFrame `table` to NAME.csv in the run's directory, whole."""
         if not re.fullmatch(r"[a-z0-9_]+", name) or name in ("runs", "metrics"):
-            raise ValueError(f"table name {name!r}: lower-case letters, digits and _, "
-                             "and neither 'runs' nor 'metrics'")
+            raise ValueError(
+                f"table name {name!r}: lower-case letters, digits and _, "
+                "and neither 'runs' nor 'metrics'"
+            )
         write_atomic(self.dir / f"{name}.csv", table.to_csv(index=False))
 
     def finish(self, **summary):
@@ -176,16 +180,23 @@ def stack(frames):
 def collect(run_dirs, out_dir, scale):
     """Write runs.csv, metrics.csv and the tables of the finished runs to `out_dir`.
 
-    Runs keep the order of `run_dirs`; `scale` is a column of runs.csv. Returns the paths."""
+    Runs keep the order of `run_dirs`; `scale` is a column of runs.csv. Returns paths."""
     out_dir = Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
     done = [d for d in map(Path, run_dirs) if read_status(d)["state"] in FINISHED]
-    tables = {"runs": pd.DataFrame([run_record(d, scale) for d in done]),
-              "metrics": stack({d.name: read_metrics(d) for d in done})}
+    tables = {
+        "runs": pd.DataFrame([run_record(d, scale) for d in done]),
+        "metrics": stack({d.name: read_metrics(d) for d in done}),
+    }
     for name in sorted({p.stem for d in done for p in d.glob("*.csv")}):
         paths = {d.name: d / f"{name}.csv" for d in done}
-        tables[name] = stack({run: pd.read_csv(p, dtype=str, keep_default_na=False)
-                              for run, p in paths.items() if p.exists()})
+        tables[name] = stack(
+            {
+                run: pd.read_csv(p, dtype=str, keep_default_na=False)
+                for run, p in paths.items()
+                if p.exists()
+            }
+        )
     for name, table in tables.items():
         path, text = out_dir / f"{name}.csv", table.to_csv(index=False)
         if not path.exists() or path.read_text(encoding="utf-8") != text:

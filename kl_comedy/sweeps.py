@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'KEYS', 'SCALE_KEYS', 'SweepError', 'Loader', 'read_yaml', 'notebook_parameters', 'fits', 'check_values',
-           'Sweep', 'check_keys', 'exact_type', 'run_id', 'plan', 'check_prefix', 'load_sweep', 'find_root',
+           'Sweep', 'check_keys', 'exact_type', 'run_id', 'combine', 'plan', 'check_prefix', 'load_sweep', 'find_root',
            'load_sweeps']
 
 # %% ../nbs/library/16b_sweeps.ipynb #89d0cffb
@@ -17,11 +17,11 @@ from pathlib import Path
 
 import yaml
 
-# %% ../nbs/library/16b_sweeps.ipynb #4dd8dbd4
+# %% ../nbs/library/16b_sweeps.ipynb #8b0dc75e
 class SweepError(ValueError):
-    """A sweep, or what it names, cannot be used. The message says where, what, and what may be."""
+    """A sweep cannot be used. The message says where, what, and what is allowed."""
 
-
+# %% ../nbs/library/16b_sweeps.ipynb #4dd8dbd4
 class Loader(yaml.SafeLoader):
     """YAML as written: no key twice, and 1e-4 is a number."""
 
@@ -29,16 +29,21 @@ class Loader(yaml.SafeLoader):
         """The mapping of `node`. Raises SweepError for a key given twice."""
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         if twice := {str(key) for key in keys if keys.count(key) > 1}:
-            raise SweepError(f"line {node.start_mark.line + 1}: {', '.join(twice)} is given twice")
+            raise SweepError(
+                f"line {node.start_mark.line + 1}: {', '.join(twice)} is given twice"
+            )
         return super().construct_mapping(node, deep)
 
 
-Loader.add_implicit_resolver("tag:yaml.org,2002:float",
-                             re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789"))
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
 
-
+# %% ../nbs/library/16b_sweeps.ipynb #7269a042
 def read_yaml(path):
-    """The content of a YAML file. Raises SweepError that says what is wrong, and in which line."""
+    """The content of a YAML file. Raises SweepError with what is wrong in which line."""
     try:
         return yaml.load(Path(path).read_text(encoding="utf-8"), Loader)
     except (SweepError, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
@@ -48,38 +53,44 @@ def read_yaml(path):
 def notebook_parameters(path, needed=()):
     """Names and defaults in the `parameters` cell of the notebook at `path`.
 
-    Raises SweepError if there is none, if it is not plain, or lacks one of the `needed` names."""
+    Raises SweepError if there is none, or it is not plain, or lacks a `needed` name."""
     try:
         cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SweepError(f"{path} is not a notebook that can be read: {error}") from None
     tagged = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
     if len(tagged) != 1:
-        raise SweepError(f"{path} has {len(tagged) or 'no'} cells tagged 'parameters', needs one")
+        raise SweepError(
+            f"{path} has {len(tagged) or 'no'} cells tagged 'parameters', needs one"
+        )
     found, source = {}, "".join(tagged[0]["source"])
     try:
         for node in ast.parse(source).body:
             (target,) = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
             found[target.id] = ast.literal_eval(node.value)
     except (SyntaxError, AttributeError, ValueError):
-        raise SweepError(f"{path}: its parameters cell must hold lines NAME = number, text, True, "
-                         f"False, None or list, got {source!r}") from None
+        raise SweepError(
+            f"{path}: its parameters cell must hold lines NAME = number, text, True, "
+            f"False, None or list, got {source!r}"
+        ) from None
     if lacking := sorted(set(needed) - found.keys()):
         raise SweepError(f"{path} needs {', '.join(lacking)} in its parameters cell")
     return found
 
-# %% ../nbs/library/16b_sweeps.ipynb #30bf1a9a
+# %% ../nbs/library/16b_sweeps.ipynb #f8df8215
 def fits(value, default):
     """True if `value` has the type of `default`: int does for float, bool is not int."""
     if default is None:
         return True
     if isinstance(default, list):
-        return isinstance(value, list) and all(fits(v, d) for v in value for d in default[:1])
+        return isinstance(value, list) and all(
+            fits(v, d) for v in value for d in default[:1]
+        )
     if isinstance(default, float):
         return type(value) in (int, float) and math.isfinite(value)
     return type(value) is type(default)
 
-
+# %% ../nbs/library/16b_sweeps.ipynb #30bf1a9a
 def check_values(where, values, defaults, notebook):
     """Raise SweepError unless `values` is a mapping of parameters that `notebook` has."""
     if not isinstance(values, dict):
@@ -87,21 +98,30 @@ def check_values(where, values, defaults, notebook):
     for name, value in values.items():
         if name == "run_dir" or name not in defaults:
             allowed = ", ".join(sorted(defaults.keys() - {"run_dir"}))
-            raise SweepError(f"{where}: {name!r} is not a parameter of {notebook}; it has: {allowed}")
+            raise SweepError(
+                f"{where}: {name!r} is not a parameter of {notebook}; it has: {allowed}"
+            )
         if not fits(value, defaults[name]):
             kind = f"{type(defaults[name]).__name__} as its default {defaults[name]!r} is"
             raise SweepError(f"{where}: {name} must be {kind}, got {value!r}")
 
-# %% ../nbs/library/16b_sweeps.ipynb #e2b8e583
+# %% ../nbs/library/16b_sweeps.ipynb #a08be8bf
 SCALES = ("smoke", "quick", "cpu", "paper", "bench")
-KEYS = {"notebook": str, "prefix": str, "scales": dict,
-        "gallery": str, "description": str, "order": int, "parameters": dict}
+KEYS = {
+    "notebook": str,
+    "prefix": str,
+    "scales": dict,
+    "gallery": str,
+    "description": str,
+    "order": int,
+    "parameters": dict,
+}
 SCALE_KEYS = {"parameters": dict, "grid": dict, "cells": list}
 
-
+# %% ../nbs/library/16b_sweeps.ipynb #e2b8e583
 @dataclass(frozen=True)
 class Sweep:
-    """A checked sweep file. `defaults` are the parameters of its notebook; paths are absolute."""
+    """A checked sweep file. `defaults` are the parameters of its notebook."""
 
     path: Path
     notebook: Path
@@ -120,67 +140,82 @@ class Sweep:
 
 # %% ../nbs/library/16b_sweeps.ipynb #fe6be766
 def check_keys(where, mapping, allowed, needed=()):
-    """Raise SweepError unless `mapping` has the `needed` keys, and values of the `allowed` types."""
+    """Raise SweepError unless `mapping` has the `needed` keys and `allowed` types."""
     if not isinstance(mapping, dict):
         raise SweepError(f"{where} must be a mapping, got {mapping!r}")
     for key in [key for key in needed if key not in mapping]:
         raise SweepError(f"{where}: {key!r} is missing; needed are {', '.join(needed)}")
     for key, value in mapping.items():
         if key not in allowed:
-            raise SweepError(f"{where}: {key!r} is not a key; the keys are {', '.join(allowed)}")
+            raise SweepError(
+                f"{where}: {key!r} is not a key; the keys are {', '.join(allowed)}"
+            )
         if type(value) is not allowed[key]:
-            raise SweepError(f"{where}: {key} must be {allowed[key].__name__}, got {value!r}")
+            raise SweepError(
+                f"{where}: {key} must be {allowed[key].__name__}, got {value!r}"
+            )
 
 # %% ../nbs/library/16b_sweeps.ipynb #99f4004a
 def exact_type(value, default):
-    """`value` with the type of `default`, so that 1 and 1.0 give one run when a float is meant."""
+    """`value` with the type of `default`: 1 and 1.0 give one run if a float is meant."""
     if isinstance(value, list) and default:
         return [exact_type(v, default[0]) for v in value]
     return float(value) if isinstance(default, float) else value
 
 
 def run_id(prefix, parameters):
-    """The readable `prefix` filled in, and 8 hexadecimal digits of the hash of the parameters."""
+    """The `prefix` filled in, and 8 hexadecimal digits of the parameters' hash."""
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", prefix.format(**parameters))
     text = json.dumps(parameters, sort_keys=True)
     return f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
-# %% ../nbs/library/16b_sweeps.ipynb #9e4653ae
-def plan(sweep, scale):
-    """The runs of `sweep` at `scale`: a dict of id -> all parameters but run_dir, in order."""
-    if scale not in sweep.scales:
-        raise SweepError(f"sweep {sweep.name!r} has no scale {scale!r}; "
-                         f"it has: {', '.join(sweep.scales)}")
-    where, spec = f"{sweep.path}: scale {scale}", sweep.scales[scale]
+# %% ../nbs/library/16b_sweeps.ipynb #035ad099
+def combine(where, spec, sweep):
+    """All (cell, grid point) pairs of a scale, checked, merged into the shared values."""
     check_keys(where, spec, SCALE_KEYS)
-    grid, cells, shared = spec.get("grid", {}), spec.get("cells", [{}]), spec.get("parameters", {})
-    empty = [name for name, values in grid.items() if not (isinstance(values, list) and values)]
-    if empty or not cells:
-        raise SweepError(f"{where}: {', '.join(empty) or 'cells'} must be a list of one or more values")
+    grid, cells = spec.get("grid", {}), spec.get("cells", [{}])
+    shared = spec.get("parameters", {})
+    for name, values in [*grid.items(), ("cells", cells)]:
+        if not isinstance(values, list) or not values:
+            raise SweepError(f"{where}: {name} must be a list of one or more values")
     points = [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
     for part in (shared, *cells, *points):
         check_values(where, part, sweep.defaults, sweep.notebook.name)
     if twice := {name for part in (shared, *cells) for name in part} & grid.keys():
-        raise SweepError(f"{where}: {', '.join(sorted(twice))} is in the grid and set elsewhere too")
-    runs = {}
-    for values in [sweep.defaults | sweep.parameters | shared | c | p for c in cells for p in points]:
-        values = {k: exact_type(v, sweep.defaults[k]) for k, v in values.items() if k != "run_dir"}
-        if runs.setdefault(name := run_id(sweep.prefix, values), values) is not values:
+        raise SweepError(f"{where}: {', '.join(twice)} is in the grid and set elsewhere")
+    return [shared | cell | point for cell in cells for point in points]
+
+# %% ../nbs/library/16b_sweeps.ipynb #65f3dd71
+def plan(sweep, scale):
+    """The runs of `sweep` at `scale`, in order: id -> all parameters but run_dir."""
+    if scale not in sweep.scales:
+        has = ", ".join(sweep.scales)
+        raise SweepError(f"sweep {sweep.name!r} has no scale {scale!r}; it has: {has}")
+    where, runs = f"{sweep.path}: scale {scale}", {}
+    for own in combine(where, sweep.scales[scale], sweep):
+        values = sweep.defaults | sweep.parameters | own
+        del values["run_dir"]
+        values = {k: exact_type(v, sweep.defaults[k]) for k, v in values.items()}
+        name = run_id(sweep.prefix, values)
+        if name in runs:
             raise SweepError(f"{where}: two of its runs are the same, {name}")
+        runs[name] = values
     return runs
 
-# %% ../nbs/library/16b_sweeps.ipynb #f13c9046
+# %% ../nbs/library/16b_sweeps.ipynb #198b0696
 def check_prefix(where, prefix, defaults):
     """Raise SweepError unless `prefix` can be filled in from the parameters."""
     try:
         prefix.format(**{k: v for k, v in defaults.items() if k != "run_dir"})
     except (LookupError, AttributeError, TypeError, ValueError) as error:
-        raise SweepError(f"{where}: prefix {prefix!r} cannot be filled in from the parameters "
-                         f"{', '.join(sorted(defaults.keys() - {'run_dir'}))}: {error}") from None
+        raise SweepError(
+            f"{where}: prefix {prefix!r} cannot be filled in from the parameters "
+            f"{', '.join(sorted(defaults.keys() - {'run_dir'}))}: {error}"
+        ) from None
 
-
+# %% ../nbs/library/16b_sweeps.ipynb #f13c9046
 def load_sweep(path, root):
-    """The checked Sweep in the file at `path`; its notebooks are relative to the folder `root`."""
+    """The checked Sweep in the file at `path`; its notebooks are relative to `root`."""
     data = read_yaml(path)
     check_keys(path, data, KEYS, needed=["notebook", "prefix", "scales"])
     notebook = Path(root, data["notebook"])
@@ -192,29 +227,46 @@ def load_sweep(path, root):
     check_values(f"{path}: parameters", shared, defaults, data["notebook"])
     check_prefix(path, data["prefix"], defaults)
     check_keys(f"{path}: scales", scales, dict.fromkeys(SCALES, dict))
-    sweep = Sweep(Path(path), notebook, gallery, data.get("description", ""), data["prefix"],
-                  data.get("order", 0), shared, scales, defaults)
+    sweep = Sweep(
+        Path(path),
+        notebook,
+        gallery,
+        data.get("description", ""),
+        data["prefix"],
+        data.get("order", 0),
+        shared,
+        scales,
+        defaults,
+    )
     for scale in scales:
         plan(sweep, scale)
     return sweep
 
-# %% ../nbs/library/16b_sweeps.ipynb #50bc8b08
+# %% ../nbs/library/16b_sweeps.ipynb #5495a8bc
 def find_root(start):
     """The clone that the folder `start` lies in. Raises SweepError outside one."""
     for folder in (Path(start).resolve(), *Path(start).resolve().parents):
         if (folder / "data" / "sweeps").is_dir():
             return folder
-    raise SweepError(f"{start} is not in a clone of the repository: no data/sweeps here or above")
+    raise SweepError(
+        f"{start} is not in a clone of the repository: no data/sweeps here or above"
+    )
 
-
+# %% ../nbs/library/16b_sweeps.ipynb #d14e4c4b
 def load_sweeps(root, scale, names=()):
-    """The sweeps to run at `scale`, in order: those of `names`, or all that have this scale."""
-    paths = {path.stem: path for path in sorted(Path(root, "data", "sweeps").glob("*.yaml"))}
+    """The sweeps to run at `scale`, in order: `names`, or all that have this scale."""
+    paths = {
+        path.stem: path for path in sorted(Path(root, "data", "sweeps").glob("*.yaml"))
+    }
     if unknown := [name for name in names if name not in paths]:
-        raise SweepError(f"no sweep {', '.join(unknown)}; there are: {', '.join(paths) or 'none'}")
+        raise SweepError(
+            f"no sweep {', '.join(unknown)}; there are: {', '.join(paths) or 'none'}"
+        )
     sweeps = [load_sweep(paths[name], root) for name in dict.fromkeys(names or paths)]
     for sweep in sweeps if names else ():
         plan(sweep, scale)
     if not (kept := [sweep for sweep in sweeps if scale in sweep.scales]):
-        raise SweepError(f"no sweep has a scale {scale!r}; the scales are {', '.join(SCALES)}")
+        raise SweepError(
+            f"no sweep has a scale {scale!r}; the scales are {', '.join(SCALES)}"
+        )
     return sorted(kept, key=lambda sweep: (sweep.order, sweep.name))
