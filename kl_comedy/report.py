@@ -118,7 +118,7 @@ def label_ends(ax, size=7.5):
         ax.annotate(line.get_label(), (x, y), (1.05, place), xycoords="axes fraction",
                     textcoords="axes fraction", va="center", fontsize=size, color=dark,
                     annotation_clip=False, arrowprops={"arrowstyle": "-", "lw": 0.5,
-                    "color": dark, "shrinkA": 1, "shrinkB": 3})
+                    "color": dark, "relpos": (0, 0.5), "shrinkA": 1, "shrinkB": 3})
     return ax
 
 # %% ../nbs/library/17_report.ipynb #adebcd07
