@@ -87,7 +87,7 @@ class KLConfig:
 
 # %% ../nbs/derivations/02_placement.ipynb #7eb93678
 def _filled(mask, **tensors):
-    "The tensors, checked, with masked positions set to 0 before any arithmetic."
+    "The tensors, checked, in float32 or better, with masked positions set to 0."
     shape = tensors["logp"].shape
     if len(shape) != 2 or shape[0] == 0:
         raise ValueError(f"logp has shape {tuple(shape)}: (B, T) with B >= 1 is needed")
@@ -106,7 +106,8 @@ def _filled(mask, **tensors):
             raise ValueError(f"{name} is {x[i, t].item()} at sequence {i}, token {t} "
                              f"({len(bad)} such tokens): finite numbers are needed "
                              "wherever mask is True")
-    return {name: x.masked_fill(~mask, 0) for name, x in tensors.items()}
+    return {name: x.masked_fill(~mask, 0).to(torch.promote_types(x.dtype, torch.float32))
+            for name, x in tensors.items()}
 
 # %% ../nbs/derivations/02_placement.ipynb #15d3aa6c
 def _used(config, **tensors):
