@@ -74,11 +74,10 @@ def stage_api(module):
     lines = [name, "=" * len(name), "", f"The chapter: :doc:`/{notebook[1]}`.", "",
              f".. automodule:: {name}"]
     for node in ast.parse(text).body:  # constants, which automodule leaves out
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            constant, value = node.targets[0].id, ast.unparse(node.value)
-            if not constant.startswith("_"):
-                lines += ["", f".. py:data:: {name}.{constant}"]
-                lines += [f"   :value: {value}"] * (len(value) <= 60)
+        for constant in ast.walk(node) if isinstance(node, ast.Assign) else ():
+            if isinstance(constant, ast.Name) and isinstance(constant.ctx, ast.Store) and (
+                    not constant.id.startswith("_")):
+                lines += ["", f".. py:data:: {constant.id}", f"   :module: {name}"]
     (SRC / "api" / f"{module.stem}.rst").write_text("\n".join(lines) + "\n")
 
 

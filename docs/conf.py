@@ -14,8 +14,8 @@ include_patterns = ["index.md", "api/*.rst", "nbs/**/*.ipynb", "data/README.md",
 default_role = "code"  # docstrings write `name` as Markdown does
 nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages are not at hand offline
 
-# A notebook that fails stops the build. Its stderr, progress bars mostly, is not part of a page.
-nb_execution_raise_on_error = True
+# A notebook that fails is a warning, so the build fails, and the traceback is shown. What it writes
+# to stderr, progress bars mostly, is not part of a page.
 nb_execution_show_tb = True
 nb_execution_timeout = 120
 nb_output_stderr = "remove"
@@ -24,7 +24,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 copybutton_exclude = ".linenos, .gp, .go"
 
-autodoc_default_options = {"members": True, "undoc-members": True, "no-value": True}
+autodoc_default_options = {"members": True, "undoc-members": True}
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False
 autodoc_preserve_defaults = True
@@ -60,7 +60,13 @@ def plain_docstring(app, what, name, obj, options, lines):
     lines[:] = "`".join(parts).split("\n")
 
 
+def leave_values_out(app, what, name, obj, skip, options):
+    "Attributes of classes are left out: the signature and the docstring say what they are."
+    return True if what == "class" and not callable(obj) and not isinstance(obj, property) else None
+
+
 def setup(app):
+    app.connect("autodoc-skip-member", leave_values_out)
     app.connect("autodoc-process-docstring", plain_docstring)
     app.connect("doctree-read", keep_tags)
     return {"parallel_read_safe": True}
