@@ -1,5 +1,6 @@
 """Runs, sweeps and batches: what a kill leaves, who may write, what is refused."""
 
+import ctypes
 import os
 import random
 import signal
@@ -242,10 +243,21 @@ kernel("kernel").kill()
     assert read_metrics(jobs[1].folder).equals(read_metrics(jobs[2].folder))
 
 
-def test_sigkill_anywhere_and_again_gives_the_same_results(clone, unkilled, tmp_path):
-    """Killed in a run and between runs; no orphan writes, and the next batch goes on."""
+@pytest.fixture
+def subreaper():
+    """Orphans come to this process, and not to init: as under systemd --user on a desktop."""
+    ctypes.CDLL(None).prctl(36, 1)
+    yield
+    ctypes.CDLL(None).prctl(36, 0)
+
+
+def test_sigkill_anywhere_and_again_gives_the_same_results(clone, unkilled, tmp_path, subreaper):
+    """Killed at the start, in a run, between runs; no orphan stays, and the next batch goes on."""
     runs = tmp_path / "runs"
     arguments = ("--scale", "quick", "--jobs", "2", "--runs-dir", str(runs))
+
+    def starting():
+        return list(runs.rglob("status.json"))
 
     def in_a_run():
         return sum(len(read_lines(path)) for path in runs.rglob("metrics.jsonl")) >= 2
@@ -253,7 +265,7 @@ def test_sigkill_anywhere_and_again_gives_the_same_results(clone, unkilled, tmp_
     def between_runs():
         return "done" in {read_status(path.parent)["state"] for path in runs.rglob("status.json")}
 
-    for moment in (in_a_run, between_runs):
+    for moment in (starting, in_a_run, between_runs):
         batch = start(clone, *arguments)
         wait_for(moment)
         time.sleep(random.uniform(0, 0.3))
