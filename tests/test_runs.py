@@ -273,7 +273,7 @@ def test_sigkill_anywhere_and_again_gives_the_same_results(clone, unkilled, tmp_
         left = {path: path.read_bytes() for path in runs.rglob("metrics.jsonl")}
         time.sleep(0.3)
         assert {path: path.read_bytes() for path in runs.rglob("metrics.jsonl")} == left
-    out, _ = (batch := start(clone, *arguments)).communicate()
+    out, _ = (batch := start(clone, *arguments)).communicate(timeout=120)
     assert batch.returncode == 0, out
     assert results(runs) == unkilled
 
@@ -281,7 +281,7 @@ def test_sigkill_anywhere_and_again_gives_the_same_results(clone, unkilled, tmp_
 def test_two_batches_in_one_folder_share_the_work(clone, unkilled, tmp_path):
     runs = tmp_path / "runs"
     both = [start(clone, "--scale", "quick", "--jobs", "2", "--runs-dir", str(runs)) for _ in "ab"]
-    outs = [batch.communicate()[0] for batch in both]
+    outs = [batch.communicate(timeout=120)[0] for batch in both]
     assert [batch.returncode for batch in both] == [0, 0], outs
     assert results(runs) == unkilled
     for path in runs.rglob("starts"):
