@@ -17,7 +17,7 @@ nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages are not
 # A notebook that fails is a warning, so the build fails, and the traceback is shown. What it writes
 # to stderr, progress bars mostly, is not part of a page.
 nb_execution_show_tb = True
-nb_execution_timeout = 120
+nb_execution_timeout = 300
 nb_output_stderr = "remove"
 nb_merge_streams = True
 myst_enable_extensions = ["dollarmath"]

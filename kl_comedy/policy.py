@@ -45,8 +45,8 @@ def new_policy(seed: int) -> Qwen2ForCausalLM:
     config = Qwen2Config(
         vocab_size=len(SYMBOLS), hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=4, intermediate_size=192, tie_word_embeddings=True,
-        max_position_embeddings=64, bos_token_id=None, eos_token_id=SYMBOLS.index(EOS),
-        pad_token_id=SYMBOLS.index(PAD))
+        initializer_range=.07, max_position_embeddings=64, bos_token_id=None,
+        eos_token_id=SYMBOLS.index(EOS), pad_token_id=SYMBOLS.index(PAD))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
@@ -80,18 +80,20 @@ def load_policy(path: str | Path = BASE_POLICY
     """A causal language model in float32 and its tokenizer, padding on the left.
 
     `path`: a folder, or the id of a model on the hub. Raises FileNotFoundError when there
-    is no model, ValueError when its weights are incomplete or its tokenizer does not fit.
+    is no model, ValueError when it is damaged or its tokenizer does not fit.
     """
     where = str(Path(path).expanduser())
     try:
-        tok = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         model, report = AutoModelForCausalLM.from_pretrained(
             where, dtype=torch.float32, use_safetensors=True, trust_remote_code=False,
-            output_loading_info=True)
+            ignore_mismatched_sizes=True, output_loading_info=True)
+        tok = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except OSError as error:
         raise FileNotFoundError(
             f"no policy at {where!r}: a folder with config.json, model.safetensors and "
-            f"tokenizer.json, or the id of a model on the hub, is needed") from error
+            "tokenizer.json, or the id of a model on the hub, is needed") from error
+    except ValueError as error:
+        raise ValueError(f"the policy at {where!r} cannot be loaded: {error}") from error
     check_fit(where, model, tok, report)
     tok.padding_side = "left"
     tok.pad_token = tok.pad_token or tok.eos_token

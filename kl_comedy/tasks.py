@@ -37,14 +37,14 @@ class Task:
 
     `problem(index)` writes one, `demonstrate(problem, rng, noise)` answers it with that
     rate of mistakes, `verify(problem, completion)` checks an answer. `noise` is the rate in
-    the demonstrations that the base policy learns from, and `best` the share of these that
-    are right: the pass rate of a policy that has learned them perfectly.
+    the demonstrations that the base policy learns from, and `demonstrated` the share of
+    these that are right: the pass rate of a policy that has learned them exactly.
     """
     name: str
     letter: str
     in_domain: bool
     noise: float
-    best: float
+    demonstrated: float
     size: int
     problem: Callable[[int], Problem]
     demonstrate: Callable[[Problem, Random, float], str]
@@ -193,19 +193,19 @@ def last_attempt_hits(problem: Problem, completion: str) -> bool:
         return False
 
 # %% ../nbs/library/11_tasks.ipynb #4ecb3687
-DIGITS = {"in_domain": False, "noise": .35, "best": 1 - .35 * .9,
+DIGITS = {"in_domain": False, "noise": .35, "demonstrated": 1 - .35 * .9,
           "demonstrate": digits_demonstration, "verify": is_gold}
 
 TASKS = {task.name: task for task in [
-    Task("sum", "M", size=9**5, problem=sum_problem, in_domain=True, noise=.25, best=.75**4,
-         demonstrate=sum_demonstration, verify=last_number_is_gold),
+    Task("sum", "M", size=9**5, problem=sum_problem, in_domain=True, noise=.25,
+         demonstrated=.75**4, demonstrate=sum_demonstration, verify=last_number_is_gold),
     Task("sort", "S", size=10**8, problem=sort_problem, **DIGITS),
     Task("reverse", "R", size=10**9, problem=reverse_problem, **DIGITS),
     Task("add", "A", size=90 * 90, problem=add_problem, **DIGITS),
     Task("subtract", "D", size=len(PAIRS), problem=subtract_problem, **DIGITS),
     Task("countdown", "C", size=len(countdown_problems()), problem=countdown_problem,
-         in_domain=False, noise=.25, best=.75, demonstrate=countdown_demonstration,
-         verify=last_attempt_hits),
+         in_domain=False, noise=.25, demonstrated=.75,
+         demonstrate=countdown_demonstration, verify=last_attempt_hits),
 ]}
 
 # %% ../nbs/library/11_tasks.ipynb #e00d0ae6

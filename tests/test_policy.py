@@ -132,11 +132,11 @@ def add_symbol(folder):
 
 @pytest.mark.parametrize(("damage", "error", "message"), [
     (shutil.rmtree, FileNotFoundError, "no policy at"),
-    (empty, FileNotFoundError, "no policy at"),
-    (drop_config, FileNotFoundError, "no policy at"),
+    (empty, ValueError, "cannot be loaded: .*config.json"),
+    (drop_config, ValueError, "cannot be loaded: .*config.json"),
     (pickle_weights, FileNotFoundError, "no policy at"),
     (break_weights, ValueError, "lacks weights: model.layers.1.mlp.up_proj.weight"),
-    (break_shape, ValueError, "lacks weights: .*model.norm.weight"),
+    (break_shape, ValueError, "lacks weights: .*model.norm.weight.*63"),
     (add_symbol, ValueError, "has 33 symbols, the model 32"),
 ], ids=lambda case: getattr(case, "__name__", None))
 def test_a_damaged_policy_is_refused_by_name(folder, damage, error, message):
@@ -307,9 +307,13 @@ def test_pass_rates_and_their_standard_error(base):
     assert math.isnan(evaluate(*base, problems("sort", "test", 1), 2, seed=0)["pass_at_1_se"])
 
 
-def test_an_untrained_policy_is_cut_off_and_that_is_counted():
-    result = evaluate(new_policy(0), tokenizer(), problems("sum", "test", 50), 2, seed=0)
-    assert .1 < result["truncated"] < .6  # (31/32)^40 = .28 if it were uniform
+def test_completions_that_were_cut_off_are_counted_and_wrong():
+    untrained, asked = (new_policy(0), tokenizer()), problems("sum", "test", 50)
+    result = evaluate(*untrained, asked, 2, seed=0)
+    with sampling(*untrained, 0, 1.0):
+        ids, _, completion = next(complete(*untrained, [p.prompt for p in asked for _ in "12"]))
+    ends = [(row[drawn] == 1).any() for row, drawn in zip(ids, completion, strict=True)]
+    assert 0 < result["truncated"] == 1 - fmean(map(float, ends))
     assert result["pass_at_1"] == 0
 
 
@@ -348,4 +352,4 @@ def test_the_card_says_what_the_policy_does(base, name):
     result = evaluate(*base, problems(name, "test", 60, seed=7), 4, seed=7)
     spread = math.hypot(error, result["pass_at_1_se"])
     assert abs(result["pass_at_1"] - rate) < 4 * spread and error < .03
-    assert 0 < rate < TASKS[name].best + 4 * error  # room to gain, and noise that was learned
+    assert .1 < rate < TASKS[name].demonstrated + .1  # learned, noise and all: room to gain
