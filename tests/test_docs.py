@@ -226,6 +226,11 @@ async function look(page, width) {
   if (drawn < maths) say(`${maths} formulas, ${drawn} drawn`);
   for (const bad of doc.querySelectorAll("[data-mjx-error], mjx-merror, g[data-mml-node=merror]"))
     say("formula: " + (bad.dataset.mjxError || bad.getAttribute("title") || bad.textContent));
+  for (const ink of doc.querySelectorAll("div.math g[data-mml-node=math]")) {
+    const box = ink.closest("div.math"), cut = box.getBoundingClientRect().left - 2;
+    if (ink.getBoundingClientRect().left + box.scrollLeft < cut)
+      say("a formula is cut at the left: " + ink.textContent.slice(0, 40));
+  }
   for (const image of doc.images) {
     image.loading = "eager";
     await image.decode().catch(() => say("image " + image.src));
@@ -298,11 +303,14 @@ def test_the_browser_finds_planted_faults(site, tmp_path):
     shutil.copy(site / "_static" / "tex-svg.js", pages)
     (pages / "page.html").write_text(r"""<script defer src="tex-svg.js"></script>
         <div class="math">\[\begin{split}a \\ b \tag{1}\end{split}\]</div>
-        <div class="math">\[x^2 \tag{2}\]</div><img src="gone.png">
+        <div class="math">\[x^2 \tag{2}\]</div>
+        <div class="math" style="display: flex; flex-direction: row-reverse; width: 200px">
+        \[a+b+c+d+e+f+g+h+i+j+k+l+m+n+o+p+q+r+s+t+u+v+w+x+y+z \tag{2}\]</div><img src="gone.png">
         <div style="width: 700px">wide</div><script src="http://cdn.example/x.js"></script>""")
     wrong = browse(pages, tmp_path / "profile")
     assert any("formula" in w and "tag" in w for w in wrong), wrong
     assert any("gone.png" in w for w in wrong), wrong
+    assert len([w for w in wrong if "cut at the left" in w]) == 2, wrong  # at both widths
     assert [w for w in wrong if "wide" in w and "390" in w] and not [
         w for w in wrong if "wide" in w and "1280" in w], wrong
     assert any("fetches http://cdn.example/x.js" in w for w in wrong), wrong
