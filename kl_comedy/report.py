@@ -77,7 +77,8 @@ def style():
         "axes.titlesize": 9, "axes.labelsize": 9, "axes.linewidth": 0.7,
         "xtick.labelsize": 8, "xtick.major.width": 0.7,
         "ytick.labelsize": 8, "ytick.major.width": 0.7, "figure.facecolor": "white",
-        "figure.constrained_layout.use": True, "figure.dpi": 110})
+        "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.08,
+        "figure.dpi": 110})
 
 # %% ../nbs/library/17_report.ipynb #693983c2
 def spread(wanted, gap, low=-np.inf, high=np.inf):
