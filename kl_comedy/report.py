@@ -210,7 +210,8 @@ def _write(path, data):
 def save(fig, out_dir, name):
     "Write out_dir/name.png (150 dpi) and .svg, always the same bytes; returns the paths."
     _lay_out(fig)
-    fig.set_layout_engine("none")  # laid out once: drawn again, it would move by a hair
+    if fig.get_layout_engine():  # laid out once: drawn again, it would move by a hair
+        fig.set_layout_engine("none")
     files = []
     for kind, dated in (("png", "Software"), ("svg", "Date")):
         data = io.BytesIO()

@@ -171,6 +171,19 @@ def test_two_processes_write_the_same_bytes(tmp_path):
     assert digests[0] == digests[1]
 
 
+@pytest.mark.parametrize("layout", ["none", "constrained"])
+def test_saving_a_figure_leaves_its_axes_where_they_are(tmp_path, layout):
+    report.style()
+    fig, ax = plt.subplots(layout=layout)
+    ax.set(ylabel="a label")
+    fig.draw_without_rendering()
+    before = ax.get_position().bounds
+    report.save(fig, tmp_path, "figure")
+    fig.draw_without_rendering()
+    np.testing.assert_allclose(ax.get_position().bounds, before, atol=0.01)
+    plt.close(fig)
+
+
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
     table = pd.DataFrame({"a": [1.5]})
     report.write_table(table, tmp_path, "t")
