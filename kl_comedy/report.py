@@ -16,6 +16,7 @@ import pandas as pd
 import seaborn as sns
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
+from matplotlib.layout_engine import PlaceHolderLayoutEngine
 
 from .placement import CHOICES, KLConfig
 
@@ -210,8 +211,10 @@ def _write(path, data):
 def save(fig, out_dir, name):
     "Write out_dir/name.png (150 dpi) and .svg, always the same bytes; returns the paths."
     _lay_out(fig)
-    if fig.get_layout_engine():  # laid out once: drawn again, it would move by a hair
-        fig.set_layout_engine("none")
+    # Laid out once: drawn again, it would move by a hair. A figure without a layout of its
+    # own keeps it so: matplotlib would give it the theme's layout after the first file.
+    engine = fig.get_layout_engine()
+    fig.set_layout_engine("none" if engine else PlaceHolderLayoutEngine(True, True))
     files = []
     for kind, dated in (("png", "Software"), ("svg", "Date")):
         data = io.BytesIO()
