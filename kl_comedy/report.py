@@ -196,7 +196,7 @@ def gradient_panel(df, ax, ylabel=""):
     ax.set_xticks(x := sorted(df["horizon"].unique()), labels=x)
     return label_ends(ax)
 
-# %% ../nbs/library/17_report.ipynb #de52b017
+# %% ../nbs/library/17_report.ipynb #ae0761b1
 def _write(path, data):
     "Write bytes to `path`, whole or not at all; returns the path."
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -208,6 +208,7 @@ def _write(path, data):
         part.unlink(missing_ok=True)
     return path
 
+# %% ../nbs/library/17_report.ipynb #de52b017
 def save(fig, out_dir, name):
     "Write out_dir/name.png (150 dpi) and .svg, always the same bytes; returns the paths."
     _lay_out(fig)
