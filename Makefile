@@ -24,8 +24,8 @@ test: .venv/installed-dev
 	$(BIN)/python -m pytest -q tests/test_repository.py
 	$(BIN)/ruff check tests docs
 	$(BIN)/nbdev_test --path nbs --n_workers 2
-	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/test_repository.py tests
 	$(MAKE) docs
+	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/test_repository.py tests
 
 docs: .venv/installed-dev
 	$(BIN)/python docs/build.py
