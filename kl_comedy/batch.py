@@ -165,14 +165,14 @@ def run_all(queue, workers, ended, waiting):
 # %% ../nbs/library/16c_batch.ipynb #4c0e9474
 def run_jobs(sweep, scale, runs_dir, threads):
     """The jobs of the runs of `sweep` at `scale`, in order."""
-    folders = {name: Path(runs_dir, sweep.name, name) for name in plan(sweep, scale)}
+    parent = Path(runs_dir, sweep.name)
     return [
         Job(
             sweep.name,
             name,
             sweep.notebook,
-            folders[name],
-            parameters | {"run_dir": str(folders[name])},
+            parent / name,
+            parameters | {"run_dir": str(parent / name)},
             threads,
         )
         for name, parameters in plan(sweep, scale).items()
