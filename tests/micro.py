@@ -1,0 +1,151 @@
+"""A transformer so small that the expectation over all its responses is a sum of a few terms.
+
+Three tokens (the end, a, b) and responses of at most three: fifteen responses. The trainer's own
+gradient is computed for every group of two of them and added up with its probability.
+"""
+
+import itertools
+from collections import defaultdict
+
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+
+from datasets import Dataset
+from kl_comedy.lab import PrefixTreePolicy
+from kl_comedy.trainer import KLGRPOTrainer, KLRLOOTrainer
+from trl import GRPOConfig, RLOOConfig
+
+END, V, LENGTH, PROMPT = 0, 3, 3, "ab"
+RESPONSES = [r for n in range(1, LENGTH + 1) for r in itertools.product(range(V), repeat=n)
+             if END not in r[:-1] and (r[-1] == END or n == LENGTH)]  # fmt: skip
+PREFIXES = [p for n in range(LENGTH) for p in itertools.product(range(V), repeat=n)]
+
+
+def whole_precision(monkeypatch):
+    """Qwen2 normalises in float32 whatever its dtype; here it does so in its own."""
+
+    def forward(self, x):
+        return torch.nn.functional.rms_norm(x, x.shape[-1:], self.weight, self.variance_epsilon)
+
+    monkeypatch.setattr(Qwen2RMSNorm, "forward", forward)
+
+
+def tokenizer():
+    return Qwen2Tokenizer(
+        vocab={"<eos>": END, "a": 1, "b": 2}, merges=[], unk_token=None,
+        pad_token="<eos>", eos_token="<eos>", padding_side="left",
+    )  # fmt: skip
+
+
+def model(seed, dtype=torch.float64):
+    config = Qwen2Config(
+        vocab_size=V, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, intermediate_size=8, tie_word_embeddings=False,
+        initializer_range=0.6, max_position_embeddings=16, bos_token_id=None,
+        eos_token_id=END, pad_token_id=END,
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(config).to(dtype)
+
+
+def reward(completion_ids, **_):
+    """Deterministic, different for most responses, 0 to 1; exact in float32, as TRL keeps it."""
+    return [sum((2 + t) * token for t, token in enumerate(ids)) % 8 / 8 for ids in completion_ids]
+
+
+def trainer(kind, kl, folder, policy_seed=1, dtype=torch.float64, trainer_class=None, **settings):
+    """A trainer of the policy `policy_seed` against the reference of seed 0, in `folder`."""
+    reference = model(0, dtype)
+    reference.save_pretrained(folder / "reference")
+    policy = Qwen2ForCausalLM.from_pretrained(folder / "reference", dtype=dtype)
+    policy.load_state_dict(model(policy_seed, dtype).state_dict())
+    config, ours = {"rloo": (RLOOConfig, KLRLOOTrainer), "grpo": (GRPOConfig, KLGRPOTrainer)}[kind]
+    if kind == "grpo":
+        settings = {"loss_type": "luspo", "scale_rewards": "none"} | settings
+    settings = {"num_generations": 2, "per_device_train_batch_size": 2} | settings
+    args = config(
+        str(folder / "out"), max_completion_length=LENGTH, bf16=False, report_to="none",
+        max_steps=1, dataloader_pin_memory=False, disable_tqdm=True, **settings,
+    )  # fmt: skip
+    extra = {} if trainer_class else {"kl": kl}
+    built = (trainer_class or ours)(
+        policy, reward, args, Dataset.from_dict({"prompt": [PROMPT] * 64}),
+        processing_class=tokenizer(), **extra,
+    )  # fmt: skip
+    built.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+    built.started = True  # the policy is not its reference, and the guard is tested elsewhere
+    built.model.train()
+    return built
+
+
+def answer(built, responses, prompts=None):
+    """The batch that the trainer makes of these responses, through TRL's own scoring."""
+    pair = isinstance(built.args, GRPOConfig)
+    ids = [list(r) for r in responses]
+    built._generate_single_turn = lambda *_, **__: (ids, None) if pair else ids
+    prompts = prompts or [PROMPT] * len(ids)
+    return built._generate_and_score_completions([{"prompt": p} for p in prompts])
+
+
+def take_gradient(module):
+    grads = [
+        (torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in module.parameters()
+    ]
+    module.zero_grad()
+    return torch.cat(grads)
+
+
+def loss_gradient(built, batch):
+    built.compute_loss(built.model, batch).backward()
+    return take_gradient(built.model)
+
+
+def table(policy):
+    """Logits of every prefix, (13, 3); zeros after the end, where nothing is drawn."""
+    start = tokenizer()(PROMPT).input_ids
+    rows = [torch.zeros(V, dtype=policy.dtype) if END in prefix
+            else policy(torch.tensor([start + list(prefix)])).logits[0, -1]
+            for prefix in PREFIXES]  # fmt: skip
+    return torch.stack(rows)
+
+
+def tree(policy):
+    return PrefixTreePolicy(table(policy).detach(), LENGTH)
+
+
+def probabilities(policy):
+    """Of every response, differentiable in the weights."""
+    logp = table(policy).log_softmax(-1)
+    at = {prefix: i for i, prefix in enumerate(PREFIXES)}
+    return torch.stack([sum(logp[at[r[:t]], r[t]] for t in range(len(r))) for r in RESPONSES]).exp()
+
+
+def chain(policy, gradient):
+    """A gradient in the logits of every prefix as one in the weights."""
+    (table(policy) * gradient.detach()).sum().backward()
+    return take_gradient(policy)
+
+
+def reward_gradient(policy):
+    values = torch.tensor(reward([list(r) for r in RESPONSES]), dtype=torch.float64)
+    (probabilities(policy) @ values).backward()
+    return take_gradient(policy)
+
+
+def expectation(built, weights, update=None):
+    """The trainer's gradient, over all groups of two, each with its probability.
+
+    `update`: called between sampling and the loss, to move the policy away from the one that
+    drew the responses.
+    """
+    total, batches = 0.0, defaultdict(float)
+    for i, j in itertools.product(range(len(RESPONSES)), repeat=2):
+        batches[min(i, j), max(i, j)] += (weights[i] * weights[j]).item()
+    made = {pair: answer(built, [RESPONSES[k] for k in pair]) for pair in batches}
+    if update:
+        update()
+    for pair, weight in batches.items():
+        total = total + weight * loss_gradient(built, made[pair])
+    return total

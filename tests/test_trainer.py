@@ -1,0 +1,421 @@
+"""The trainers' own gradient against the lab's, and against that of TRL's stock trainers."""
+
+import copy
+import itertools
+import warnings
+
+import micro
+import pytest
+import torch
+
+from kl_comedy import trainer as module
+from kl_comedy.lab import expected_gradient
+from kl_comedy.placement import CHOICES, KLConfig
+from kl_comedy.trainer import KLGRPOTrainer, KLRLOOTrainer, NotFinite, objective, stock_trainer
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+BETA = 0.5
+GROUND = (
+    "TRL {what} differs from what kl_comedy.trainer was written against (1.16): read its "
+    "`_generate_and_score_completions` and `_compute_loss` again"
+)
+
+
+def allowed(**fixed):
+    """Every configuration with these fields, but for importance weights unless they are asked."""
+    choices = CHOICES | {"importance": ("none",)} | {k: (v,) for k, v in fixed.items()}
+    for values in itertools.product(*choices.values()):
+        try:
+            yield KLConfig(**dict(zip(choices, values, strict=True)), beta=BETA)
+        except ValueError:
+            continue
+
+
+EVERY = [kl for kl in allowed() if kl.active]
+WEIGHED = [
+    kl for weight in ("token", "sequence") for kl in allowed(importance=weight) if kl.active
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    micro.whole_precision(monkeypatch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    yield
+    torch.set_num_threads(threads)
+
+
+def scales(kind, kl):
+    """Of the reward's gradient and of the penalty's: GRPO's mean holds the response itself."""
+    own = 0.5 if kind == "grpo" else 1.0
+    in_return = kl.placement in ("reward", "both") and kl.credit != "token"
+    return own, own if in_return else 1.0
+
+
+def distance(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+# The proof: the expectation over all groups of responses is the lab's
+
+
+@pytest.mark.parametrize("kind", ["rloo", "grpo"])
+@pytest.mark.parametrize("kl", EVERY, ids=str)
+def test_the_expected_gradient_is_that_of_the_lab(kl, kind, tmp_path):
+    built = micro.trainer(kind, kl, tmp_path)
+    found = micro.expectation(built, micro.probabilities(built.model).detach())
+    policy, ref = micro.tree(built.model), micro.tree(built.ref_model)
+    penalty = micro.chain(built.model, expected_gradient(policy, ref, kl))
+    reward, scale = scales(kind, kl)
+    expected = scale * BETA * penalty - reward * micro.reward_gradient(built.model)
+    assert distance(found, expected) < 1e-12, GROUND.format(what="of this version")
+
+
+@pytest.mark.parametrize("kl", WEIGHED, ids=str)
+def test_off_policy_the_weights_are_those_of_the_lab(kl, tmp_path):
+    """Two optimisation steps a batch: the penalty at the second, less TRL's own loss there."""
+    settings = {"num_iterations": 2}
+    built = micro.trainer("rloo", kl, tmp_path, **settings)
+    behaviour = copy.deepcopy(built.model)
+    weights = micro.probabilities(behaviour).detach()
+    moved = micro.model(2).state_dict()
+    found = micro.expectation(built, weights, lambda: built.model.load_state_dict(moved))
+    plain = micro.trainer("rloo", KLConfig(placement="none", beta=0), tmp_path / "b", **settings)
+    reward = micro.expectation(plain, weights, lambda: plain.model.load_state_dict(moved))
+    policies = [micro.tree(m) for m in (built.model, built.ref_model)]
+    penalty = expected_gradient(*policies, kl, behaviour=micro.tree(behaviour))
+    expected = BETA * micro.chain(built.model, penalty)
+    assert distance(found - reward, expected) < 1e-12
+    on_policy = BETA * micro.chain(built.model, expected_gradient(*policies, kl))
+    assert distance(expected, on_policy) > 1e-3, "the weights must matter here"
+
+
+# With TRL's settings: TRL's gradient
+
+PROMPTS = ["ab", "b", "aab"]
+DRAWN = [(1, 2, 0), (0,), (2, 0), (2, 1, 1), (1, 1, 0), (1, 0), (0,), (2, 2, 2), (1, 2, 1)]
+STOCK = {
+    "none": KLConfig(placement="none", beta=0),
+    "k1_reward": KLConfig("k1", "reward", BETA),
+    "k3_loss": KLConfig("k3", "loss", BETA),
+    "corrected": KLConfig("k3", "both", BETA, credit="token", importance="token"),
+}
+
+
+def both(name, folder, kind=None, dtype=torch.float64, **settings):
+    """Gradients of the stock trainer and of ours on one batch of three padded groups."""
+    kl, found = STOCK[name], []
+    stock, _, theirs = stock_trainer(kl)
+    kind = kind or ("rloo" if stock is RLOOTrainer else "grpo")
+    stock = {"rloo": RLOOTrainer, "grpo": GRPOTrainer}[kind]
+    common = {"num_generations": 3, "per_device_train_batch_size": 9} | settings
+    for trainer_class, extra in ((stock, theirs), (None, {})):
+        extra = {k: v for k, v in extra.items() if trainer_class and k != "placement"}
+        path = folder / str(trainer_class)
+        built = micro.trainer(
+            kind, kl, path, trainer_class=trainer_class, dtype=dtype, **common | extra
+        )  # fmt: skip
+        if dtype == torch.float64 and (trainer_class or not kl.active):
+            # TRL's own head computes in float32
+            built._get_per_token_logps_and_entropies = plain_pass.__get__(built)
+        prompts = [p for p in PROMPTS for _ in range(3)]
+        found.append(micro.loss_gradient(built, micro.answer(built, DRAWN, prompts)))
+    return found
+
+
+def plain_pass(self, model, input_ids, attention_mask, logits_to_keep, *_, **__):
+    logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, :-1]
+    logp = logits.log_softmax(-1).gather(-1, input_ids[:, 1:, None])[..., 0]
+    return logp[:, -logits_to_keep:], torch.zeros_like(logp[:, -logits_to_keep:]), None
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_with_the_settings_of_trl_the_gradient_is_that_of_trl(name, tmp_path):
+    theirs, ours = both(name, tmp_path)
+    assert distance(ours, theirs) < 1e-12, GROUND.format(what="in float64")
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_and_so_it_is_through_the_head_that_trl_has(name, tmp_path):
+    theirs, ours = both(name, tmp_path, dtype=torch.float32)
+    assert distance(ours, theirs) < 1e-5, GROUND.format(what="in float32")
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+@pytest.mark.parametrize("name", ["k3_loss", "corrected"])
+def test_the_penalty_is_aggregated_as_trl_aggregates(name, loss_type, tmp_path):
+    theirs, ours = both(name, tmp_path, loss_type=loss_type, scale_rewards="group")
+    assert distance(ours, theirs) < 1e-12, GROUND.format(what=f"with loss_type={loss_type!r}")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "settings"),
+    [
+        ("k1_reward", "rloo", {"normalize_advantages": True}),
+        ("k1_reward", "rloo", {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}),
+        ("k3_loss", "grpo", {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}),
+    ],
+)
+def test_normalised_and_accumulated_it_is_still_that_of_trl(name, kind, settings, tmp_path):
+    theirs, ours = both(name, tmp_path, kind, **settings)
+    assert distance(ours, theirs) < 1e-6  # TRL keeps rewards and their deviation in float32
+
+
+def penalised(kl, ref, policy):
+    """The reward of the micro model less its penalty, as a user would write it by hand."""
+
+    unpenalised = micro.reward
+
+    def reward(completion_ids, **_):
+        plain = unpenalised(completion_ids)
+        logp, ref_logp = (table.log_softmax(-1) for table in (policy, ref))
+        at = {prefix: i for i, prefix in enumerate(micro.PREFIXES)}
+        out = []
+        for value, ids in zip(plain, completion_ids, strict=True):
+            steps = [(at[tuple(ids[:t])], ids[t]) for t in range(len(ids))]
+            total = sum((logp[s] - ref_logp[s]).item() for s in steps)
+            out.append(value - kl.beta * total)
+        return out
+
+    return reward
+
+
+@pytest.mark.parametrize("scale", ["none", "group", "batch"])
+def test_in_grpo_a_penalty_in_the_reward_is_a_penalised_reward(scale, tmp_path, monkeypatch):
+    kl = STOCK["k1_reward"]
+    drawn, prompts = DRAWN[:3] * 3, ["ab"] * 9
+    settings = {"num_generations": 3, "per_device_train_batch_size": 9, "scale_rewards": scale}
+    ours = micro.trainer("grpo", kl, tmp_path / "a", **settings)
+    found = micro.loss_gradient(ours, micro.answer(ours, drawn, prompts))
+    tables = [micro.table(m).detach() for m in (ours.ref_model, ours.model)]
+    monkeypatch.setattr(micro, "reward", penalised(kl, *tables))
+    none = STOCK["none"]
+    hand = micro.trainer("grpo", none, tmp_path / "b", trainer_class=GRPOTrainer, **settings)
+    hand._get_per_token_logps_and_entropies = plain_pass.__get__(hand)
+    expected = micro.loss_gradient(hand, micro.answer(hand, drawn, prompts))
+    assert distance(found, expected) < 1e-6
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("kl", "name"),
+    [
+        (KLConfig("k1", "reward"), "sequence reverse KL"),
+        (KLConfig("k3", "both"), "sequence reverse KL"),
+        (KLConfig("k1", "loss"), "zero"),
+        (KLConfig("k3", "loss"), "token forward KL"),
+        (KLConfig("k2", "loss"), "token reverse KL"),
+        (STOCK["corrected"], "token reverse KL"),
+        (KLConfig("k3", "reward"), "sequence reverse KL - token forward KL"),
+    ],
+    ids=str,
+)
+def test_the_objective_has_a_name(kl, name):
+    assert objective(kl) == name
+
+
+def test_the_objective_is_printed_at_the_start(tmp_path, capsys):
+    built = micro.trainer("rloo", KLConfig("k1", "reward", 0.05), tmp_path)
+    assert built.objective() == (
+        "sequence reverse KL: K1 in reward, beta 0.05, before the leave-one-out baseline, "
+        "summed over the tokens of a response"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kl", "words"),
+    [
+        (KLConfig("k1", "loss"), "expected gradient is zero"),
+        (KLConfig("k3", "reward"), "may collapse"),
+        (KLConfig("k2", "reward"), "no KL divergence"),
+    ],
+    ids=str,
+)
+def test_a_penalty_that_is_none_is_warned_of(kl, words, tmp_path):
+    with pytest.warns(UserWarning, match=words):
+        micro.trainer("rloo", kl, tmp_path)
+
+
+# Guards, each with the fault planted
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting", "words"),
+    [
+        ("rloo", {"beta": 0.3}, "args.beta=0.3"),
+        ("grpo", {"use_bias_correction_kl": False}, "args.use_bias_correction_kl=False"),
+        ("grpo", {"multi_objective_aggregation": "normalize_then_sum"}, "normalize_then_sum"),
+    ],
+)
+def test_a_setting_that_cannot_act_is_refused(kind, setting, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        micro.trainer(kind, KLConfig("k1", "reward", 0.1), tmp_path, **setting)
+
+
+def test_a_cut_sampler_is_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="args.top_k=5.*not samples of the policy"):
+        micro.trainer("rloo", KLConfig(), tmp_path, top_k=5)
+
+
+def test_a_config_is_needed(tmp_path):
+    with pytest.raises(ValueError, match="kl='k1': a KLConfig is needed"):
+        micro.trainer("rloo", "k1", tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["rloo", "grpo"])
+def test_a_policy_that_is_not_its_reference_at_the_start_is_refused(kind, tmp_path):
+    built = micro.trainer(kind, KLConfig(), tmp_path)
+    built.started = False
+    batch = micro.answer(built, DRAWN[:2])
+    with pytest.raises(ValueError, match="before the first step policy and reference differ"):
+        built.compute_loss(built.model, batch)
+
+
+def test_one_that_is_passes(tmp_path):
+    built = micro.trainer("rloo", KLConfig(), tmp_path, policy_seed=0)
+    built.started = False
+    built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
+    assert built.started
+
+
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
+def test_active_dropout_is_seen(estimator, tmp_path):
+    built = micro.trainer("rloo", KLConfig(estimator, "loss"), tmp_path, policy_seed=0)
+    built.started = False
+    for layer in built.model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with pytest.raises(ValueError, match="dropout is active"):
+        built.compute_loss(built.model, micro.answer(built, [(1, 2, 1), (2, 2, 1)]))
+
+
+@pytest.mark.parametrize(("which", "name"), [("model", "logp"), ("ref_model", "ref_logp")])
+def test_log_probs_that_are_not_finite_are_refused(which, name, tmp_path):
+    built = micro.trainer("rloo", KLConfig(), tmp_path)
+    with torch.no_grad():
+        getattr(built, which).lm_head.weight.fill_(torch.nan)
+    with pytest.raises(NotFinite, match=f"{name} is nan at sequence 0, token 0"):
+        built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
+
+
+def test_samples_of_another_policy_are_reported(tmp_path):
+    """Greedy in the reference's favour: K1 is negative in the mean."""
+    built = micro.trainer("rloo", KLConfig(), tmp_path)
+    logp, ref_logp = (micro.table(m).log_softmax(-1) for m in (built.model, built.ref_model))
+    token = int((ref_logp - logp)[0].argmax())
+    worst = min(
+        (r for r in micro.RESPONSES if r[0] == token),
+        key=lambda r: sum(
+            (logp - ref_logp)[micro.PREFIXES.index(r[:t]), r[t]].item() for t in range(len(r))
+        ),
+    )
+    other = next(r for r in micro.RESPONSES if r[0] == token and r != worst)
+    batch = micro.answer(built, [worst, worst])
+    second = micro.answer(built, [worst, other])
+    with pytest.warns(UserWarning, match="not samples of the policy"):
+        for _ in range(module.WINDOW):
+            built.compute_loss(built.model, batch)
+            built.compute_loss(built.model, second)
+
+
+def test_samples_of_the_policy_are_not(tmp_path):
+    built = micro.trainer("rloo", KLConfig(), tmp_path)
+    p = micro.probabilities(built.model).detach()
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for _ in range(module.WINDOW + 2):
+            drawn = [micro.RESPONSES[i] for i in torch.multinomial(p, 8, replacement=True)]
+            built.compute_loss(built.model, micro.answer(built, drawn))
+
+
+def test_a_token_beyond_the_reach_of_exp_is_named(tmp_path):
+    built = micro.trainer("rloo", KLConfig("k3", "loss"), tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        built.model.lm_head.weight[2] -= 200 * built.model.lm_head.weight[2].sign()
+        built.model.model.norm.weight.fill_(5)
+    batch = micro.answer(built, [(2, 2, 2), (1, 2, 2)])
+    with pytest.warns(UserWarning, match="sequence [01], token [012], id [12]"):
+        built.compute_loss(built.model, batch).backward()
+    assert all(p.grad.isfinite().all() for p in built.model.parameters())
+    assert built._metrics["train"]["kl/extreme_tokens"][0] > 0
+
+
+# What it costs, and what is logged
+
+
+@pytest.mark.parametrize("kl", [STOCK["none"], KLConfig("k3", "loss", 0)], ids=str)
+def test_no_kl_costs_no_reference(kl, tmp_path):
+    built = micro.trainer("rloo", kl, tmp_path)
+    assert built.ref_model is None
+    assert "ref_per_token_logps" not in micro.answer(built, DRAWN[:2])
+
+
+def test_on_policy_the_batch_takes_one_pass_of_the_policy(tmp_path):
+    """The loss's own: TRL's RLOO has another for the old log-probs."""
+    built, calls = micro.trainer("rloo", KLConfig(), tmp_path), []
+    built.model.register_forward_hook(lambda *_: calls.append(1))
+    built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("kind", ["rloo", "grpo"])
+def test_every_measure_is_logged(kind, tmp_path):
+    built = micro.trainer(kind, KLConfig("k3", "loss", BETA), tmp_path)
+    batch = micro.answer(built, [(1, 2, 0), (1, 0)])
+    built.compute_loss(built.model, batch)
+    logged = {name: values[-1] for name, values in built._metrics["train"].items()}
+    logp, ref_logp = (micro.table(m).log_softmax(-1).detach() for m in (built.model, built.ref_model))
+    after = micro.PREFIXES.index
+    steps = [(0, 1), (after((1,)), 2), (after((1, 2)), 0), (0, 1), (after((1,)), 0)]
+    at, to = zip(*steps, strict=True)
+    d = (ref_logp - logp)[at, to]
+    p, q = logp[list(at)].exp(), ref_logp[list(at)].exp()
+    expected = {
+        "kl/k1": -d.sum() / 2,
+        "kl/k2": (d**2 / 2).sum() / 2,
+        "kl/k3": (d.exp() - 1 - d).sum() / 2,
+        "kl/exact": (p * (p / q).log()).sum() / 2,
+        "kl/forward": (q * (q / p).log()).sum() / 2,
+        "kl": (-d).mean() if kind == "rloo" else (d.exp() - 1 - d).mean(),
+        "kl/extreme_tokens": 0,
+    }
+    for name, value in expected.items():
+        assert logged[name] == pytest.approx(float(value), rel=1e-9), name
+    assert 0 < logged["kl/gradient_share"] < 1
+
+
+def test_the_share_of_the_penalty_grows_with_beta(tmp_path):
+    shares = []
+    for beta in (0.01, 1.0):
+        built = micro.trainer("rloo", KLConfig("k3", "loss", beta), tmp_path / str(beta))
+        built.compute_loss(built.model, micro.answer(built, [(1, 0), (0,)]))
+        shares += built._metrics["train"]["kl/gradient_share"]
+    assert shares[0] < shares[1]
+
+
+def test_a_user_of_trl_changes_one_argument(tmp_path):
+    """Any TRL trainer argument still works, and the trained policy moves."""
+    reference = micro.model(0, torch.float32)
+    reference.save_pretrained(tmp_path / "model")
+    micro.tokenizer().save_pretrained(tmp_path / "model")
+    from datasets import Dataset
+
+    args = RLOOConfig(
+        str(tmp_path / "out"), max_completion_length=3, num_generations=4, max_steps=2,
+        per_device_train_batch_size=8, bf16=False, report_to="none", learning_rate=1e-2,
+        logging_steps=1, dataloader_pin_memory=False,
+    )  # fmt: skip
+    built = KLRLOOTrainer(
+        model=str(tmp_path / "model"), reward_funcs=micro.reward, args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["ab", "b"] * 8}), kl=KLConfig("k1", "reward"),
+    )  # fmt: skip
+    built.train()
+    assert built.state.log_history[0]["kl/k1"] == pytest.approx(0, abs=1e-6)
+    assert built.state.log_history[1]["kl/exact"] > 0
+    assert args.beta == RLOOConfig(bf16=False).beta, "the user's settings stay as they were"
+
+
