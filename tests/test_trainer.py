@@ -1,8 +1,8 @@
 """The trainers' own gradient against the lab's, and against that of TRL's stock trainers."""
 
-import copy
 import itertools
 import warnings
+from dataclasses import replace
 
 import micro
 import pytest
@@ -32,8 +32,12 @@ def allowed(**fixed):
 
 
 EVERY = [kl for kl in allowed() if kl.active]
-WEIGHED = [
-    kl for weight in ("token", "sequence") for kl in allowed(importance=weight) if kl.active
+WEIGHED = [  # one of each kind: what a weight multiplies does not depend on the estimator
+    KLConfig(estimator, placement, BETA, credit, weight)
+    for weight in ("token", "sequence")
+    for estimator, placement, credit in (
+        ("k1", "reward", "sequence"), ("k3", "reward", "token"), ("k3", "loss", "sequence"),
+        ("k3", "both", "to_go"), ("exact", "both", "sequence"))
 ]  # fmt: skip
 
 
@@ -78,18 +82,18 @@ def test_off_policy_the_weights_are_those_of_the_lab(kl, tmp_path):
     """Two optimisation steps a batch: the penalty at the second, less TRL's own loss there."""
     settings = {"num_iterations": 2}
     built = micro.trainer("rloo", kl, tmp_path, **settings)
-    behaviour = copy.deepcopy(built.model)
-    weights = micro.probabilities(behaviour).detach()
+    behaviour, weights = micro.tree(built.model), micro.probabilities(built.model).detach()
     moved = micro.model(2).state_dict()
     found = micro.expectation(built, weights, lambda: built.model.load_state_dict(moved))
     plain = micro.trainer("rloo", KLConfig(placement="none", beta=0), tmp_path / "b", **settings)
+    plain._get_per_token_logps_and_entropies = plain_pass.__get__(plain)
     reward = micro.expectation(plain, weights, lambda: plain.model.load_state_dict(moved))
     policies = [micro.tree(m) for m in (built.model, built.ref_model)]
-    penalty = expected_gradient(*policies, kl, behaviour=micro.tree(behaviour))
+    penalty = expected_gradient(*policies, kl, behaviour=behaviour)
     expected = BETA * micro.chain(built.model, penalty)
     assert distance(found - reward, expected) < 1e-12
-    on_policy = BETA * micro.chain(built.model, expected_gradient(*policies, kl))
-    assert distance(expected, on_policy) > 1e-3, "the weights must matter here"
+    plain = expected_gradient(*policies, replace(kl, importance="none"), behaviour=behaviour)
+    assert distance(expected, BETA * micro.chain(built.model, plain)) > 1e-3, "or nothing is shown"
 
 
 # With TRL's settings: TRL's gradient
