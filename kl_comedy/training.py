@@ -10,12 +10,14 @@ __all__ = ['COMPLETE', 'SHARED', 'LOGGED', 'MarkComplete', 'resume_point', 'buil
 import math
 import shutil
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from transformers import PrinterCallback, TrainerCallback
 from trl import RLOOConfig
 
 from .policy import complete, evaluate, measure, sampling
+from .tasks import TASKS
 from .trainer import KLRLOOTrainer, NotFinite
 
 # %% ../nbs/library/14b_training.ipynb #2d497e58
@@ -106,15 +108,16 @@ class Exam:
     """Test problems, and the numbers that say what a policy can do and how far it has moved.
 
     `tests` maps names of tasks to problems, the trained task first; `n_samples` responses
-    to each. Called with a policy it gives a dict: `pass_<task>`, pass@1, and `pass_out`, its
-    mean over the tasks that are not trained; of the trained task `kl` (to the reference) and
+    to each. Called with a policy it gives a dict: `pass_<task>`, pass@1, and its means over
+    the tasks that are not trained, `pass_out`, and over those of them at risk, `pass_risk`;
+    `rates` has the pass rate of every problem. Of the trained task `kl` (to the reference) and
     `kl_forward` (from it), nats a sequence, both summed over whole next-token distributions,
     `kl_k1` (mean of K1 over the same responses), `entropy` (nats a token) and `test_length`
     (tokens).
     """
     def __init__(self, tokenizer, reference, tests, n_samples, seed):
         self.tokenizer, self.reference, self.tests = tokenizer, reference, tests
-        self.n_samples, self.seed = n_samples, seed
+        self.n_samples, self.seed, self.rates = n_samples, seed, {}
         trained = [problem.prompt for problem in next(iter(tests.values()))
                    for _ in range(n_samples)]
         with sampling(reference, tokenizer, seed, 1.0):
@@ -134,10 +137,14 @@ class Exam:
         numbers = {f"pass_{trained}": found["pass_at_1"], "kl": found["kl"],
                    "kl_forward": self.forward_kl(model), "kl_k1": found["kl_k1"],
                    "entropy": found["entropy"], "test_length": found["length"]}
+        self.rates = {trained: found["pass_rates"]}
         for task, asked in others:
-            passed = evaluate(model, self.tokenizer, asked, n, seed)["pass_at_1"]
-            numbers[f"pass_{task}"] = passed
-            numbers["pass_out"] = numbers.get("pass_out", 0) + passed / len(others)
+            result = evaluate(model, self.tokenizer, asked, n, seed)
+            numbers[f"pass_{task}"], self.rates[task] = result["pass_at_1"], result["pass_rates"]
+        for name, tasks in (("pass_out", [task for task, _ in others]),
+                            ("pass_risk", [task for task, _ in others if TASKS[task].at_risk])):
+            if tasks:
+                numbers[name] = fmean(numbers[f"pass_{task}"] for task in tasks)
         return numbers
 
 # %% ../nbs/library/14b_training.ipynb #399e9ff0
