@@ -22,8 +22,8 @@ from .policy import completion_logits
 from .tasks import demonstration, problems
 
 # %% ../nbs/library/13b_sft.ipynb #67481853
-MIXTURE = {"countdown": .12, "sum": .34, "sort": .10, "reverse": .08, "add": .20,
-           "subtract": .16}
+MIXTURE = {"sum": .26, "backward": .14, "wrap": .12, "add": .16, "subtract": .12,
+           "sort": .08, "reverse": .06, "countdown": .06}
 
 
 def sft_batch(tok: PreTrainedTokenizerBase, seed: int, step: int, batch_size: int

@@ -6,6 +6,8 @@ import random
 import re
 import shutil
 import socket
+import tomllib
+from pathlib import Path
 from statistics import fmean
 
 import pytest
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from kl_comedy.policy import (
+    BASE_POLICIES,
     BASE_POLICY,
     MAX_NEW_TOKENS,
     complete,
@@ -29,6 +32,8 @@ from kl_comedy.policy import (
 from kl_comedy.tasks import TASKS, Problem, demonstration, is_correct, problems
 
 NAMES = list(TASKS)
+ROOT = Path(__file__).parents[1]
+SHIPPED = [path.name for path in BASE_POLICIES]
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +54,29 @@ def mixed(n=2):
 # Loading
 
 
-def test_the_shipped_policy_is_small_standard_and_complete():
-    files = {path.name: path.stat().st_size for path in BASE_POLICY.iterdir()}
+@pytest.mark.parametrize("path", BASE_POLICIES, ids=SHIPPED)
+def test_the_shipped_policies_are_small_standard_and_complete(path):
+    files = {file.name: file.stat().st_size for file in path.iterdir()}
     assert set(files) == {"README.md", "config.json", "generation_config.json", "model.safetensors",
                           "tokenizer.json", "tokenizer_config.json"}
     assert sum(files.values()) < 2e6
-    assert json.loads((BASE_POLICY / "config.json").read_text())["model_type"] == "qwen2"
+    assert json.loads((path / "config.json").read_text())["model_type"] == "qwen2"
+
+
+def test_the_shipped_policies_are_two_of_different_seeds():
+    assert BASE_POLICIES[0] == BASE_POLICY
+    first, second = (load_policy(path)[0].lm_head.weight for path in BASE_POLICIES)
+    assert first.shape == second.shape and (first - second).abs().max() > .1
+    for seed, path in enumerate(BASE_POLICIES):
+        assert f"random weights (seed {seed})" in (path / "README.md").read_text()
+
+
+def test_a_wheel_carries_both_policies():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    carried = project["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
+    for path in BASE_POLICIES:
+        inside = path.relative_to(ROOT).as_posix()
+        assert carried[inside] == f"kl_comedy/{inside}"
 
 
 def test_loading_needs_no_network(monkeypatch):
@@ -229,7 +251,7 @@ def test_defaults_of_the_checkpoint_that_cut_the_distribution_have_no_effect(bas
 
 def test_samples_follow_the_seed_and_come_problem_by_problem(base):
     drawn = sample(*base, mixed(), 3, seed=5)
-    assert len(drawn) == 12 and all(len(texts) == 3 for texts in drawn)
+    assert len(drawn) == 16 and all(len(texts) == 3 for texts in drawn)
     assert drawn == sample(*base, mixed(), 3, seed=5) != sample(*base, mixed(), 3, seed=6)
     right = fmean(is_correct(p, text) for p, texts in zip(mixed(), drawn, strict=True)
                   for text in texts)
@@ -340,16 +362,17 @@ def test_bad_temperatures_are_refused(base, temperature):
 # The model card
 
 
-def card_rows():
-    card = (BASE_POLICY / "README.md").read_text()
+def card_rows(path):
+    card = (path / "README.md").read_text()
     rows = re.findall(r"^\| \w \| (\w+) \| ([\d.]+) \| ([\d.]+) \|", card, re.MULTILINE)
     return {name: (float(rate), float(error)) for name, rate, error in rows}
 
 
+@pytest.mark.parametrize("path", BASE_POLICIES, ids=SHIPPED)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_card_says_what_the_policy_does(base, name):
-    rate, error = card_rows()[name]
-    result = evaluate(*base, problems(name, "test", 60, seed=7), 4, seed=7)
+def test_the_card_says_what_the_policy_does(path, name):
+    rate, error = card_rows(path)[name]
+    result = evaluate(*load_policy(path), problems(name, "test", 60, seed=7), 4, seed=7)
     spread = math.hypot(error, result["pass_at_1_se"])
     assert abs(result["pass_at_1"] - rate) < 4 * spread and error < .03
     # Learned, noise and all, with room to gain. Countdown is hardly learned, and the card says so.

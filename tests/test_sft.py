@@ -84,7 +84,7 @@ def test_a_step_that_is_not_finite_is_refused_and_updates_nothing():
 
 
 def test_batches_hold_whole_demonstrations_of_training_problems_in_the_stated_mixture():
-    test = {p.prompt for name in ("add", "subtract", "countdown", "sum")
+    test = {p.prompt for name in ("sum", "backward", "wrap", "add", "subtract", "countdown")
             for p in problems(name, "test", split_size(TASKS[name], SPLITS[1]))}
     letters = Counter()
     for step in range(12):

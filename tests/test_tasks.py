@@ -3,6 +3,7 @@
 import math
 import time
 import warnings
+from collections import Counter
 from dataclasses import replace
 from random import Random
 
@@ -26,15 +27,19 @@ from kl_comedy.tasks import (
 )
 
 NAMES = list(TASKS)
+CHAINS = ["sum", "backward", "wrap"]
 DIGIT_TASKS = ["sort", "reverse", "add", "subtract"]
 COUNTDOWN = Problem("countdown", "C3,5,7=22:", "22")
 
 
-def test_the_six_tasks():
+def test_the_eight_tasks():
     assert [(task.name, task.letter) for task in TASKS.values()] == [
-        ("sum", "M"), ("sort", "S"), ("reverse", "R"), ("add", "A"), ("subtract", "D"),
-        ("countdown", "C")]
+        ("sum", "M"), ("backward", "X"), ("wrap", "Y"), ("sort", "S"), ("reverse", "R"),
+        ("add", "A"), ("subtract", "D"), ("countdown", "C")]
     assert [name for name in NAMES if TASKS[name].in_domain] == ["sum"]
+    assert [name for name in NAMES if TASKS[name].at_risk] == ["backward", "wrap"]
+    assert all(TASKS[name].verify.__doc__ and TASKS[name].demonstrate.__doc__
+               and TASKS[name].problem.__doc__ for name in NAMES)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -71,14 +76,87 @@ def test_demonstrations_are_right_as_often_as_the_task_says(name):
     assert abs(right - rate) < 4 * math.sqrt(rate * (1 - rate) / n)
 
 
-def test_a_step_of_a_sum_is_wrong_a_quarter_of_the_time_and_the_error_stays():
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_step_of_a_chain_is_wrong_a_quarter_of_the_time_and_the_error_stays(name):
     rng, steps = Random(0), []
-    for problem in problems("sum", "train", 1000):
-        parts = [numbers_in(part) for part in demonstration(problem, rng).split(",")]
+    for problem in problems(name, "train", 1000):
+        answer = demonstration(problem, rng)
+        parts = [numbers_in(part) for part in answer.split(",")]
+        numbers = numbers_in(problem.prompt)[::-1 if name == "backward" else 1]
         assert all(parts[i][2] == parts[i + 1][0] for i in range(3))
-        assert [parts[0][0], *(part[1] for part in parts)] == numbers_in(problem.prompt)
-        steps += [a + b == c for a, b, c in parts]
+        assert [parts[0][0], *(part[1] for part in parts)] == numbers
+        true = [(a + b) % 10 == c if name == "wrap" else a + b == c for a, b, c in parts]
+        assert is_correct(problem, answer) == all(true)  # errors never cancel
+        steps += true
     assert len(steps) == 4000 and abs(sum(steps) / 4000 - .75) < 4 * math.sqrt(.75 * .25 / 4000)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_a_chain_with_every_step_wrong_is_wrong(name):
+    rng = Random(0)
+    for problem in problems(name, "train", 2000):
+        assert not is_correct(problem, demonstration(problem, rng, noise=1))
+
+
+def as_task(name, problem):
+    """The problem of a chained task with the numbers of another one."""
+    numbers = numbers_in(problem.prompt)
+    gold = sum(numbers) % 10 if name == "wrap" else sum(numbers)
+    letter = TASKS[name].letter
+    return Problem(name, f"{letter}{','.join(map(str, numbers))}:", str(gold))
+
+
+def test_the_habit_of_sum_is_wrong_in_the_tasks_at_risk():
+    rng, counts = Random(0), Counter()
+    for problem in problems("sum", "test", 3000):
+        numbers = numbers_in(problem.prompt)
+        small, same = sum(numbers) < 10, numbers == numbers[::-1]
+        for asked in CHAINS:
+            for habit in set(CHAINS) - {asked}:
+                answer = demonstration(as_task(habit, problem), rng, noise=0)
+                right = is_correct(as_task(asked, problem), answer)
+                agrees = (small or "wrap" not in (asked, habit)) and \
+                    (same or asked != "backward")
+                assert right == agrees, (asked, answer)
+                counts[asked] += right
+    assert counts["backward"] < 60 and counts["wrap"] < 30  # of 6000
+
+
+BACKWARD = Problem("backward", "X4,7,9,3,5:", "28")
+WRAP = Problem("wrap", "Y4,7,9,3,5:", "8")
+
+
+@pytest.mark.parametrize(("problem", "answer", "right"), [
+    (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=28.", True),
+    (BACKWARD, "5+3=9,9+9=17,17+7=24,24+4=28.", True),     # only the last total counts
+    (BACKWARD, "4+7=11,11+9=20,20+3=23,23+5=28.", False),  # the habit of sum
+    (BACKWARD, "3+5=8,8+9=17,17+7=24,24+4=28.", False),
+    (BACKWARD, "5+9=14,14+3=17,17+7=24,24+4=28.", False),
+    (BACKWARD, "5+3=8,8+9=17,17+4=21,21+7=28.", False),
+    (BACKWARD, "5+3=8,8+9=17,17+11=28.", False),
+    (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=28,28+0=28.", False),
+    (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=29.", False),
+    (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=028.", False),
+    (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=28", False),
+    (BACKWARD, "5+3=8,9=17,17+7=24,24+4=28.", False),
+    (BACKWARD, "5+3=,8+9=17,17+7=24,24+4=28.", False),
+    (BACKWARD, "5+3=8,8+9=17,+7=24,24+4=28.", False),
+    (BACKWARD, "15+3=8,8+9=17,17+7=24,24+4=28.", False),
+    (BACKWARD, "5+3=8,8+9=17,17+17=24,24+4=28.", False),
+    (BACKWARD, "28.", False),
+    (BACKWARD, "5+3=\u0668,8+9=17,17+7=24,24+4=28.", False),
+    (WRAP, "4+7=1,1+9=0,0+3=3,3+5=8.", True),
+    (WRAP, "4+7=2,2+9=0,0+3=3,3+5=8.", True),              # as in sum
+    (WRAP, "4+7=11,11+9=20,20+3=23,23+5=28.", False),      # the habit of sum
+    (WRAP, "4+7=1,1+9=0,0+3=3,3+5=28.", False),
+    (WRAP, "4+7=1,1+9=0,0+3=3,3+5=9.", False),
+    (WRAP, "4+7=1,1+9=0,0+3=3,3+5=08.", False),
+    (WRAP, "4+7=1,1+9=0,0+3=3,3+5=8", False),
+    (WRAP, "8.", False),
+    (WRAP, "", False),
+])
+def test_answers_to_the_tasks_at_risk(problem, answer, right):
+    assert is_correct(problem, answer) == right
 
 
 @pytest.mark.parametrize("name", DIGIT_TASKS)
@@ -160,7 +238,7 @@ def test_no_verifier_is_slow_or_raises_on_odd_text(name, text):
     assert time.perf_counter() - started < 1
 
 
-@pytest.mark.parametrize("name", ["sum", "add", "subtract", "countdown"])
+@pytest.mark.parametrize("name", [*CHAINS, "add", "subtract", "countdown"])
 def test_splits_that_can_be_listed_do_not_meet_and_leave_nothing_out(name):
     task = TASKS[name]
     train, test = ({problem.prompt for problem in problems(name, split, split_size(task, split))}
@@ -168,6 +246,12 @@ def test_splits_that_can_be_listed_do_not_meet_and_leave_nothing_out(name):
     assert not train & test
     assert len(train) == split_size(task, "train") and len(test) == split_size(task, "test")
     assert task.size - len(train | test) < 5
+
+
+def test_numbers_that_are_held_out_in_sum_are_held_out_in_the_tasks_at_risk():
+    held_out = [{tuple(numbers_in(p.prompt)) for p in problems(name, "test", 11_809)}
+                for name in CHAINS]
+    assert held_out[0] == held_out[1] == held_out[2]
 
 
 @pytest.mark.parametrize("start", [0, 10**6, 199_990_000])
@@ -205,7 +289,8 @@ def test_problems_are_different_and_follow_the_seed(name):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (("chess", "train", 1), "task must be one of sum, sort, reverse, add, subtract, countdown"),
+    (("chess", "train", 1),
+     "task must be one of sum, backward, wrap, sort, reverse, add, subtract, countdown"),
     (("", "train", 1), "task must be"),
     (("sum", "validation", 1), "split must be one of train, test, got 'validation'"),
     (("sum", "", 1), "split must be"),
@@ -213,6 +298,8 @@ def test_problems_are_different_and_follow_the_seed(name):
     (("sum", "train", -3), "got -3"),
     (("sum", "train", 2.0), "got 2.0"),
     (("sum", "train", "2"), "got '2'"),
+    (("backward", "train", 47_237), "n must be from 1 to 47,236 (backward, train)"),
+    (("wrap", "test", 11_810), "n must be from 1 to 11,809 (wrap, test), got 11810"),
     (("countdown", "test", 429), "n must be from 1 to 428 (countdown, test), got 429"),
     (("sort", "test", 10**9), "n must be from 1 to 20,000,000"),
 ])
@@ -235,12 +322,12 @@ def test_bad_answers_are_refused():
 def test_reward_takes_what_trl_passes():
     asked = [problem for name in NAMES for problem in problems(name, "train", 3)]
     data = to_dataset(asked)
-    assert data.column_names == ["prompt", "gold", "task"] and len(data) == 18
+    assert data.column_names == ["prompt", "gold", "task"] and len(data) == 24
     rng = Random(0)
     answers = [demonstration(problem, rng, noise=i % 2) for i, problem in enumerate(asked)]
-    given = reward(prompts=data["prompt"], completions=answers, completion_ids=[[1]] * 18,
+    given = reward(prompts=data["prompt"], completions=answers, completion_ids=[[1]] * 24,
                    gold=data["gold"], task=data["task"], trainer_state=object())
     assert given == [float(is_correct(p, a)) for p, a in zip(asked, answers, strict=True)]
-    assert given[::2] == [1.0] * 9 and sum(given) < 18
+    assert given[::2] == [1.0] * 12 and sum(given) < 24
     with pytest.raises(ValueError, match="zip"):
         reward(data["prompt"], answers[:-1], gold=data["gold"], task=data["task"])
