@@ -47,11 +47,11 @@ def page_cell(cell):
         del cell["source"]
 
 
-def recorded():
-    "Gallery notebooks, as paths in the repository, of the sweeps whose runs are in data/runs."
+def unrecorded():
+    "Gallery notebooks, as paths in the repository, of the sweeps whose runs are not in data/runs."
     sweeps = {path: yaml.safe_load(path.read_text()) for path in ROOT.glob("data/sweeps/*.yaml")}
     return {sweep.get("gallery") for path, sweep in sweeps.items()
-            if (ROOT / "data" / "runs" / path.stem).is_dir()}
+            if not (ROOT / "data" / "runs" / path.stem).is_dir()}
 
 
 def stage_notebook(path, executed):
@@ -93,11 +93,11 @@ def stage():
     for path in (p.relative_to(ROOT) for name in LINKED for p in ROOT.glob(name)):
         if path.as_posix() not in PAGES:
             (SRC / path).symlink_to(ROOT / path)
-    with_data = recorded()
+    without_data = unrecorded()
     for path in sorted(p.relative_to(ROOT) for p in ROOT.glob("nbs/*/*.ipynb")):
         kind = path.parent.name
         stage_notebook(path, kind in ("derivations", "library")
-                       or kind == "gallery" and path.as_posix() in with_data)
+                       or kind == "gallery" and path.as_posix() not in without_data)
     for module in sorted(ROOT.glob("kl_comedy/[a-z]*.py")):
         stage_api(module)
 

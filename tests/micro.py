@@ -57,8 +57,8 @@ def reward(completion_ids, **_):
 
 def trainer(kind, kl, folder, policy_seed=1, dtype=torch.float64, trainer_class=None, **settings):
     """A trainer of the policy `policy_seed` against the reference of seed 0, in `folder`."""
-    reference = model(0, dtype)
-    reference.save_pretrained(folder / "reference")
+    if not (folder / "reference").exists():
+        model(0, dtype).save_pretrained(folder / "reference")
     policy = Qwen2ForCausalLM.from_pretrained(folder / "reference", dtype=dtype)
     policy.load_state_dict(model(policy_seed, dtype).state_dict())
     config, ours = {"rloo": (RLOOConfig, KLRLOOTrainer), "grpo": (GRPOConfig, KLGRPOTrainer)}[kind]
