@@ -8,13 +8,13 @@ import itertools
 from collections import defaultdict
 
 import torch
+from datasets import Dataset
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
+from trl import GRPOConfig, RLOOConfig
 
-from datasets import Dataset
 from kl_comedy.lab import PrefixTreePolicy
 from kl_comedy.trainer import KLGRPOTrainer, KLRLOOTrainer
-from trl import GRPOConfig, RLOOConfig
 
 END, V, LENGTH, PROMPT = 0, 3, 3, "ab"
 RESPONSES = [r for n in range(1, LENGTH + 1) for r in itertools.product(range(V), repeat=n)

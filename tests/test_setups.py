@@ -1,6 +1,7 @@
 """The trainers in the setups that users have: adapters, several processes, accumulated batches."""
 
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -10,12 +11,13 @@ import micro
 import pytest
 import torch
 import two_processes
-from peft import LoraConfig, get_peft_model
-
 from datasets import Dataset
-from kl_comedy.placement import KLConfig
-from kl_comedy.trainer import KLRLOOTrainer
+from peft import LoraConfig, get_peft_model
 from trl import RLOOConfig
+
+from kl_comedy.placement import KLConfig
+from kl_comedy.policy import BASE_POLICY
+from kl_comedy.trainer import KLRLOOTrainer
 
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 4}
 DRAWN = [(1, 2, 0), (0,), (2, 0), (2, 1, 1)]
@@ -122,11 +124,12 @@ def test_two_processes_have_the_gradient_of_one(kind, in_two_processes, tmp_path
 @pytest.mark.parametrize("kind", ["rloo", "grpo"])
 def test_accumulated_the_gradient_is_that_of_the_whole_batch(kind, kl, tmp_path):
     """Four rows at once, or one at a time: the group's members are then in different batches."""
-    whole = micro.trainer(kind, kl, tmp_path / "a", num_generations=4, per_device_train_batch_size=4)
+    settings = {"num_generations": 4}
+    whole = micro.trainer(kind, kl, tmp_path / "a", per_device_train_batch_size=4, **settings)
     expected = micro.loss_gradient(whole, micro.answer(whole, DRAWN))
     parts = micro.trainer(
-        kind, kl, tmp_path / "b", num_generations=4, per_device_train_batch_size=1,
-        gradient_accumulation_steps=4,
+        kind, kl, tmp_path / "b", per_device_train_batch_size=1, gradient_accumulation_steps=4,
+        **settings,
     )  # fmt: skip
     batch, found = micro.answer(parts, DRAWN), 0.0
     for i in range(4):
@@ -134,3 +137,19 @@ def test_accumulated_the_gradient_is_that_of_the_whole_batch(kind, kl, tmp_path)
         scale = 4 if kind == "rloo" else 1  # RLOO's loss is divided by the trainer
         found = found + micro.loss_gradient(parts, row) / scale
     assert (found - expected).norm() < 1e-12 * expected.norm()
+
+
+def test_the_example_of_the_readme_trains(tmp_path, capsys):
+    """As it stands there, on the shipped policy and for one step."""
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    code = next(b for b in re.findall("```python\n(.*?)```", readme, re.S) if "RLOOConfig" in b)
+    for old, new in (
+        ("Qwen/Qwen2.5-0.5B-Instruct", str(BASE_POLICY)),
+        ('"out"', f'"{tmp_path}", max_steps=1, bf16=False, report_to="none"'),
+        ("What do you want?", "M4,7,9,3,5:"),
+        ("max_completion_length=256", "max_completion_length=32"),
+    ):
+        assert code.count(old) == 1, old
+        code = code.replace(old, new)
+    exec(code, {})
+    assert "sequence reverse KL: K1 in reward, beta 0.05" in capsys.readouterr().out

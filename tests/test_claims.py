@@ -1,0 +1,211 @@
+"""Verdicts from planted runs, the file of claims, and the command."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import yaml
+
+from kl_comedy import cli
+from kl_comedy.claims import (
+    Records,
+    as_table,
+    check_alike,
+    check_greater,
+    difference,
+    judge,
+    read_claims,
+)
+from kl_comedy.placement import KLConfig
+from kl_comedy.sweeps import SweepError, load_sweep, plan
+
+ROOT = Path(__file__).parents[1]
+CLAIMS = ROOT / "data/claims.yaml"
+BELOW = 0.8
+START = [(policy, seed) for policy in ("a", "b") for seed in (0, 1)]
+
+
+def record(folder, cells, sweep="on_policy", rates=True):
+    """Runs of each cell, a KLConfig and more: pass@1 at the end, and its curve before."""
+    rows, curves, problems = [], [], []
+    for number, (kl, final, more) in enumerate(cells):
+        for policy, seed in START:
+            run = f"{number}-{policy}{seed}"
+            last = np.clip(final + 0.01 * seed, 0, 1)
+            rows.append({
+                "run": run, "scale": "cpu", "policy": policy, "seed": seed, "state": "done",
+                "minibatches": 1, "max_grad_norm": 0.0, "final_pass_sum": last,
+                "final_pass_out": final, "final_kl_forward": 1 - final, "final_entropy": final,
+            } | kl.to_dict() | more)  # fmt: skip
+            curves += [{"run": run, "step": i, "pass_sum": p} for i, p in enumerate([0.3, last])]
+            problems.append({"run": run, "task": "sum", "rates": json.dumps([last] * 3)})
+    (folder / sweep).mkdir(parents=True)
+    pd.DataFrame(rows).to_csv(folder / sweep / "runs.csv", index=False)
+    pd.DataFrame(curves).to_csv(folder / sweep / "metrics.csv", index=False)
+    if rates:
+        pd.DataFrame(problems).to_csv(folder / sweep / "final_rates.csv", index=False)
+    return Records(folder, read_claims(CLAIMS)["defaults"])
+
+
+def verdicts(folder):
+    return {claim["id"]: word for claim, word, _ in judge(CLAIMS, folder)}
+
+
+def side(estimator, placement, beta, **more):
+    return {"estimator": estimator, "placement": placement, "beta": beta, **more}
+
+
+K1, K3 = KLConfig("k1", "reward", 0.05), KLConfig("k3", "loss", 0.05)
+
+
+@pytest.mark.parametrize("rates", [True, False])
+@pytest.mark.parametrize(
+    ("k1", "k3", "word"),
+    [(0.9, 0.7, "reproduced"), (0.7, 0.9, "not reproduced"), (0.8, 0.8, "not reproduced")],
+)
+def test_the_better_one_is_found(k1, k3, word, rates, tmp_path):
+    record(tmp_path, [(K1, k1, {}), (K3, k3, {})], rates=rates)
+    assert verdicts(tmp_path)["C7"] == word
+
+
+def test_better_in_domain_alone_is_partly(tmp_path):
+    record(tmp_path, [(K1, 0.9, {"final_pass_out": 0.5}), (K3, 0.7, {"final_pass_out": 0.6})])
+    assert verdicts(tmp_path)["C7"] == "partly"
+
+
+@pytest.mark.parametrize(
+    ("curve", "state", "word"),
+    [([0.3, 0.9, 0.1], "done", "reproduced"), ([0.3, 0.9, 0.8], "done", "not reproduced"),
+     ([0.3, 0.9], "diverged", "reproduced")],
+)  # fmt: skip
+def test_a_collapse_is_a_fall_from_the_best_or_a_divergence(curve, state, word, tmp_path):
+    cells = [(KLConfig("k3", "reward", beta), curve[-1], {"state": state}) for beta in (0.1, 0.3)]
+    record(tmp_path, cells)
+    runs = pd.read_csv(tmp_path / "on_policy/runs.csv").run
+    pd.DataFrame(
+        [{"run": run, "step": i, "pass_sum": p} for run in runs for i, p in enumerate(curve)]
+    ).to_csv(tmp_path / "on_policy/metrics.csv", index=False)
+    assert verdicts(tmp_path)["C4"] == word
+
+
+def test_without_runs_nothing_is_judged(tmp_path):
+    assert set(verdicts(tmp_path).values()) == {"not yet run"}
+    record(tmp_path, [(K1, 0.9, {})])
+    assert verdicts(tmp_path)["C7"] == "not yet run"
+
+
+def test_runs_are_paired_by_their_start(tmp_path):
+    """A configuration that was run on an easier start alone is not better for it."""
+    records = record(tmp_path, [(K1, 0.5, {}), (K3, 0.5, {})])
+    runs = pd.read_csv(tmp_path / "on_policy/runs.csv")
+    runs.loc[runs.policy == "b", "final_pass_out"] += 0.4  # the easier base policy
+    lost = (runs.policy == "a") & (runs.placement == "reward")
+    runs[~lost].to_csv(tmp_path / "on_policy/runs.csv", index=False)
+    check = {"metric": "pass_out", "a": side("k1", "reward", 0.05), "b": side("k3", "loss", 0.05)}
+    found = check_greater(check, records, BELOW)
+    assert not found.holds and found.effect == pytest.approx(0) and found.runs == 2
+
+
+def test_alike_needs_the_whole_interval(tmp_path):
+    records = record(tmp_path, [(K1, 0.80, {}), (K3, 0.83, {})])
+    check = {"metric": "pass_sum", "a": side("k1", "reward", 0.05), "b": side("k3", "loss", 0.05)}
+    assert check_alike(check | {"within": 0.05}, records, BELOW).holds
+    assert not check_alike(check | {"within": 0.02}, records, BELOW).holds
+
+
+def test_the_interval_covers_the_truth_and_narrows():
+    rng = np.random.default_rng(1)
+    widths, hits = {}, 0
+    for runs in (4, 40):
+        index = pd.MultiIndex.from_product([["a"], range(runs)])
+        for _ in range(50):
+            gap = 0.3 + rng.normal(size=(runs, 1)) + 0.1 * rng.normal(size=(runs, 20))
+            zero = pd.DataFrame(0.0 * gap, index=index)
+            _, low, high, n = difference(pd.DataFrame(gap, index=index), zero, n_boot=200)
+            widths.setdefault(runs, []).append(high - low)
+            hits += runs == 40 and low < 0.3 < high
+        assert n == runs
+    assert np.mean(widths[40]) < np.mean(widths[4]) / 2
+    assert 42 <= hits <= 50
+
+
+def test_off_policy_runs_come_from_their_own_sweep(tmp_path):
+    k1 = KLConfig("k1", "loss", 0.1)
+    record(tmp_path, [(k1, 0.9, {})])
+    record(tmp_path, [(k1, 0.6, {"minibatches": 4})], sweep="variants")
+    (finding,) = [
+        f for claim, _, found in judge(CLAIMS, tmp_path, ["C13"]) for f in found
+        if "K1 in loss" in f.words
+    ]  # fmt: skip
+    assert finding.holds and finding.effect == pytest.approx(0.3)
+
+
+# The file
+
+
+def test_every_side_names_runs_that_the_sweeps_make():
+    """A misspelt field or an absent cell would leave a claim "not yet run" for ever."""
+    content = read_claims(CLAIMS)
+    for claim in content["claims"]:
+        for check in claim["checks"]:
+            for name in {"a", "b"} & set(check):
+                if check["kind"] == "exact":
+                    continue
+                wanted = content["defaults"] | check[name]
+                sweep = load_sweep(ROOT / f"data/sweeps/{wanted.pop('sweep')}.yaml", ROOT)
+                if wanted["placement"] == "none":
+                    wanted = {"placement": "none", "minibatches": wanted["minibatches"]}
+                runs = plan(sweep, "cpu").values()
+                found = [r for r in runs if wanted.items() <= r.items()]
+                assert len(found) >= 2, (claim["id"], check)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"kind": "bigger"}, "kind='bigger'; allowed are"),
+        ({"metrics": "kl"}, "a check of kind greater has a, b, metric, got a, b, metric, metrics"),
+    ],
+)
+def test_a_check_that_cannot_be_made_is_refused(change, words, tmp_path):
+    content = yaml.safe_load(CLAIMS.read_text())
+    claim = next(c for c in content["claims"] if c["id"] == "C7")
+    claim["checks"][0] |= change
+    path = tmp_path / "claims.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(SweepError, match=words):
+        read_claims(path)
+
+
+def test_a_lacking_rule_is_named(tmp_path):
+    content = yaml.safe_load(CLAIMS.read_text())
+    del content["claims"][0]["rule"]
+    path = tmp_path / "claims.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(SweepError, match="claim C1: rule missing"):
+        read_claims(path)
+
+
+# The command
+
+
+def test_the_command_prints_verdict_rule_and_effect(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    record(tmp_path, [(K1, 0.9, {}), (K3, 0.7, {})])
+    assert cli.main(["claims", "C7", "C8", "--runs-dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "C7  reproduced" in out and "C8  not yet run" in out and "Rule: " in out
+    assert "0.200" in out and "on_policy at cpu" in out
+
+
+def test_an_unknown_claim_is_refused(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert cli.main(["claims", "C99"]) == 2
+    assert "no claim C99; there are C1, C2" in capsys.readouterr().err
+
+
+def test_the_exact_claims_are_judged_by_the_recorded_tables():
+    table = as_table(judge(CLAIMS, ROOT / "data/runs", ["C1"]))
+    assert set(table.verdict) == {"reproduced"} and (table.runs == 5).all()
