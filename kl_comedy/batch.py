@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['locked', 'Job', 'die_with_parent', 'execute', 'tie_to', 'papermill_error', 'execute_notebook', 'settle', 'run_all',
-           'run_jobs', 'gallery_job', 'duration', 'outcome', 'last_step', 'at_work', 'check_folder', 'record_tables',
+           'run_jobs', 'gallery_job', 'duration', 'outcome', 'last_line', 'at_work', 'check_folder', 'record_tables',
            'close_sweep', 'progress', 'near', 'show_files', 'show_summary', 'run_sweeps', 'reproduce', 'survey']
 
 # %% ../nbs/library/16c_batch.ipynb #b5956757
@@ -212,19 +212,26 @@ def outcome(job):
     words = [status["state"], *took, *summary[:4], status.get("cause", "")]
     return f"{job.sweep}  {job.name}  " + "  ".join(word for word in words if word)
 
-# %% ../nbs/library/16c_batch.ipynb #ecc4e15e
-def last_step(run_dir):
-    """The last step that a run has logged; None before the first."""
+# %% ../nbs/library/16c_batch.ipynb #496d4bad
+def last_line(run_dir):
+    """What a run shows of its last step: `step`, and `reward` and `kl` (nats) if it has them."""
     lines = read_lines(Path(run_dir) / "metrics.jsonl")
-    return lines[-1]["step"] if lines else None
+    shown = {"step": lines[-1]["step"]} if lines else {}
+    for name, logged in (("reward", ("reward",)), ("kl", ("train_kl", "kl"))):
+        values = [line[key] for line in lines[-1:] for key in logged if key in line]
+        shown |= {name: values[0]} if values else {}
+    return shown
 
 
 def at_work(jobs):
-    """One line on the `jobs` that are being executed, with the steps they have reached."""
-    steps = {job.folder: last_step(job.folder) for job in jobs}
-    return "at work: " + ", ".join(
-        f"{job.sweep} {job.name}" + ("" if steps[job.folder] is None else
-                                     f" step {steps[job.folder]}") for job in jobs)
+    """One line on the `jobs` that are being executed: steps, rewards and KL so far."""
+    words = []
+    for job in jobs:
+        line, steps = last_line(job.folder), job.parameters.get("steps")
+        shown = [f"step {line['step']}" + (f"/{steps}" if steps else "")] if line else []
+        shown += [f"{name} {line[name]:.3g}" for name in ("reward", "kl") if name in line]
+        words.append(" ".join([job.sweep, job.name, *shown]))
+    return "at work: " + "; ".join(words)
 
 # %% ../nbs/library/16c_batch.ipynb #aeeff17f
 def check_folder(runs_dir):
@@ -352,7 +359,7 @@ def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False):
 
 # %% ../nbs/library/16c_batch.ipynb #1cbaca8f
 def survey(runs_dir):
-    """DataFrame with one row a run in `runs_dir`: sweep, run, state, step, seconds, cause.
+    """DataFrame with one row a run in `runs_dir`: sweep, run, state, where it is, cause.
 
     A run that is recorded as running while nothing holds its lock was interrupted."""
     rows = []
@@ -362,8 +369,7 @@ def survey(runs_dir):
             if status["state"] == "running" and log is not None:
                 status["state"] = "interrupted"
         rows.append(
-            {"sweep": path.parts[-3], "run": path.parts[-2], "step": last_step(path.parent)}
-            | status
+            {"sweep": path.parts[-3], "run": path.parts[-2]} | last_line(path.parent) | status
         )
-    columns = ["sweep", "run", "state", "step", "seconds", "cause"]
+    columns = ["sweep", "run", "state", "step", "reward", "kl", "seconds", "cause"]
     return pd.DataFrame(rows, columns=columns)
