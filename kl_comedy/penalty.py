@@ -32,7 +32,7 @@ def leave_one_out(credit, group, size):
     return (sums[group] - credit) / (size - 1) if size > 1 else torch.zeros_like(credit)
 
 def deviation(values, size=None):
-    "Standard deviation, over groups of `size` or over all: (B,); nan is left out, as TRL does."
+    "Standard deviation of groups of `size`, or of all, (B,); nan is left out, as in TRL."
     groups = values.view(-1, size or len(values))
     count = (~groups.isnan()).sum(1, keepdim=True)
     square = (groups - groups.nanmean(1, keepdim=True)).square().nansum(1, keepdim=True)
@@ -48,7 +48,7 @@ TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_
 
 # %% ../nbs/library/13c_penalty.ipynb #16b7d7ec
 class _Passes:
-    "The log-prob passes of a trainer: the policy's, kept with its graph, and the reference's."
+    "Log-prob passes: the policy's, kept with its graph, and the reference's."
     phase = inputs = logps = logits = old = None
 
     @property
@@ -72,7 +72,7 @@ class _Passes:
                                            logits_to_keep, *args, **kwargs):
         run = super()._get_per_token_logps_and_entropies
         if self.phase == "scoring" and self.one_step and not self.use_vllm:
-            return input_ids[:, -logits_to_keep:] * 0.0, None, None  # the loss will have them
+            return input_ids[:, -logits_to_keep:] * 0.0, None, None  # the loss has them
         if self.phase is not None and self.whole:
             run = self.from_logits
         found = run(model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
@@ -104,7 +104,8 @@ class _Logits(_Passes):
             if not getattr(self, "_entropy_bonus_enabled", False):
                 every = every.detach()  # the entropy is logged, and not optimised
             entropy = -(every.exp() * every).sum(-1) if compute_entropy else None
-            out.append((logps, entropy, logits if self.phase in ("loss", "logits") else None))
+            kept = logits if self.phase in ("loss", "logits") else None
+            out.append((logps, entropy, kept))
         logps, entropy, logits = (None if x[0] is None else torch.cat(x) for x in zip(*out))
         self.logits = logits
         return logps, entropy, None
@@ -124,7 +125,8 @@ class _Logits(_Passes):
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         attention = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
         images = {name: batch[name] for name in IMAGES if batch.get(name) is not None}
-        keep, quiet = batch["completion_ids"].shape[1], self.args.gradient_checkpointing_kwargs
+        keep = batch["completion_ids"].shape[1]
+        quiet = self.args.gradient_checkpointing_kwargs
         rows = self.args.per_device_train_batch_size if self.model.training \
             else self.args.per_device_eval_batch_size
         before, self.phase = self.phase, "logits" if logits else "pass"
@@ -156,9 +158,10 @@ class _Scoring(_Logits):
             raise ValueError("estimator='exact': it needs whole distributions, which are "
                              "computed for text only, and the batch has images")
         if self.small and self.whole:
-            batch["ref_per_token_logps"], batch["ref_logits"] = self.run_pass(batch, True, True)
+            ref_logp, batch["ref_logits"] = self.run_pass(batch, True, logits=True)
         else:
-            batch["ref_per_token_logps"] = self.run_pass(batch, True)
+            ref_logp = self.run_pass(batch, True)
+        batch["ref_per_token_logps"] = ref_logp
         if self.old is not None:
             batch["kl_old"] = self.old
         if in_return(self.kl):
@@ -175,20 +178,27 @@ class _Baseline(_Scoring):
             return "advantages" if self.normalize_advantages else "none"
         return self.scale_rewards
 
+    @property
+    def group_size(self):
+        "Responses to a prompt."
+        return self.num_generations if self.model.training else self.num_generations_eval
+
     def add_baseline(self, batch):
         "Into the batch: the group of each sequence, and what its loss cannot know."
         args, ids = self.args, batch["completion_ids"]
-        size = self.num_generations if self.model.training else self.num_generations_eval
+        size = self.group_size
         first = self.accelerator.process_index * len(ids)
         batch["kl_group"] = torch.arange(first, first + len(ids), device=ids.device) // size
         own = (size - 1) / size if isinstance(self, GRPOTrainer) else 1.0
         batch["kl_scale"] = torch.full_like(batch["ref_per_token_logps"][:, :1], own)
         batch["kl_scale"][self.rewards.isnan().all(1)[first:first + len(ids)]] = 0  # as TRL
-        parts = args.steps_per_generation * self.num_iterations * self.accelerator.num_processes
-        if self.normalised == "none" and (parts == 1 or not self.model.training):
+        parts = args.steps_per_generation * self.num_iterations
+        alone = parts * self.accelerator.num_processes == 1 or not self.model.training
+        if self.normalised == "none" and alone:
             return  # the loss sees whole groups and the rewards' scale is known
         credit = self.credit(batch)
-        everyone = self.accelerator.gather(self.accelerator.pad_across_processes(credit, dim=1))
+        everyone = self.accelerator.pad_across_processes(credit, dim=1)
+        everyone = self.accelerator.gather(everyone)
         here = slice(first, first + len(ids))
         group = torch.arange(len(everyone), device=ids.device) // size
         batch["kl_baseline"] = leave_one_out(everyone, group, size)[here, :credit.shape[1]]
@@ -197,9 +207,10 @@ class _Baseline(_Scoring):
 
     def credit(self, batch):
         "What the score of each token is multiplied by, as the policy is now: (B, T)."
-        args, mask, logp, kl = self.args, self.mask(batch), batch["ref_per_token_logps"], None
+        mask, ref_logp, kl = self.mask(batch), batch["ref_per_token_logps"], None
+        logp = ref_logp  # which `exact` does not read
         if self.kl.estimator == "exact":
-            rows = args.per_device_train_batch_size
+            rows = self.args.per_device_train_batch_size
             parts = [{name: x[i:i + rows] for name, x in batch.items() if name in TEXT}
                      for i in range(0, len(mask), rows)]
             kl = torch.cat([self.exact(*(self.run_pass(part, reference, True)[1]
@@ -208,7 +219,7 @@ class _Baseline(_Scoring):
         else:
             logp = batch.get("kl_old", batch.get("old_per_token_logps"))
             logp = self.run_pass(batch, False) if logp is None else logp
-        return kl_credit(logp, batch["ref_per_token_logps"], mask, self.kl, kl)
+        return kl_credit(logp, ref_logp, mask, self.kl, kl)
 
     def normalise(self, batch, total, size, here):
         "Divide by the deviation of the rewards less the penalty, and not of the rewards."
@@ -219,8 +230,9 @@ class _Baseline(_Scoring):
         rewards[self.rewards.isnan().all(1)] = torch.nan
         before, after = rewards, rewards - self.kl.beta * total
         if self.normalised == "advantages":
-            before, after = (size / (size - 1) * (x.view(-1, size) - x.view(-1, size).nanmean(
-                1, keepdim=True)).flatten() for x in (before, after))
+            own = size / (size - 1)  # of the mean of all, the mean of the others
+            before, after = (own * (x - x.nanmean(1, keepdim=True)).flatten()
+                             for x in (before.view(-1, size), after.view(-1, size)))
         among = size if self.normalised == "group" else None
         before, after = (deviation(x, among)[here] + EPSILON for x in (before, after))
         batch["advantages"] = batch["advantages"] * (before / after)
@@ -250,14 +262,13 @@ class Penalty(_Baseline):
             kl = self.exact(self.logits, ref_logits, mask)
         if "kl_group" in batch and baseline is None:
             credit = kl_credit(self.logps, ref_logp, mask, self.kl, kl)
-            size = self.num_generations if self.model.training else self.num_generations_eval
-            baseline = leave_one_out(credit, batch["kl_group"], size)
+            baseline = leave_one_out(credit, batch["kl_group"], self.group_size)
         behaviour = self.behaviour(batch)
         terms = kl_terms(self.logps, ref_logp, mask, self.kl, behaviour, kl, baseline)
         return self.aggregate(terms * batch.get("kl_scale", 1), mask, batch)
 
     def behaviour(self, batch):
-        "Log-probs of the policy that drew the tokens: vLLM's, the old ones, or the present."
+        "Log-probs of the policy that drew the tokens: vLLM's, old, or the present ones."
         old = batch.get("kl_old", batch.get("old_per_token_logps"))
         old = self.logps.detach() if old is None else old
         if (sampled := batch.get("sampling_per_token_logps")) is None:
@@ -279,12 +290,13 @@ class Penalty(_Baseline):
         if self.loss_type == "luspo":
             return terms.sum(-1).mean() / parts
         if self.loss_type in ("cispo", "dapo", "vespo"):
-            tokens = batch["num_items_in_batch"].clamp(min=1) / self.accelerator.num_processes
+            tokens = batch["num_items_in_batch"].clamp(min=1)
+            tokens = tokens / self.accelerator.num_processes
             if training:
                 tokens = tokens * parts / self.args.steps_per_generation
             return terms.sum() / tokens
-        raise ValueError(f"args.loss_type={self.loss_type!r}: unknown to this trainer; allowed "
-                         "are grpo, sapo, bnpo, dr_grpo, luspo, cispo, dapo and vespo")
+        raise ValueError(f"args.loss_type={self.loss_type!r}: unknown to this trainer; "
+                         "allowed are grpo, sapo, bnpo, dr_grpo, luspo, cispo, dapo and vespo")
 
     def _compute_loss(self, model, inputs):
         if not self.kl.active:

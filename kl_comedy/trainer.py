@@ -28,19 +28,20 @@ def objective(kl):
     if not kl.active:
         return "no KL"
     rng = torch.Generator().manual_seed(0)
-    policy, ref = (PrefixTreePolicy(torch.randn(13, 3, generator=rng, dtype=torch.float64), 3)
-                   for _ in range(2))
+    logits = torch.randn(2, 13, 3, generator=rng, dtype=torch.float64)
+    policy, ref = (PrefixTreePolicy(x, 3) for x in logits)
     return named_objective(expected_gradient(policy, ref, kl), policy, ref)
 
 def warn_about(kl):
     "Warn when the gradient of `kl` is that of no divergence."
     name = objective(kl)
     if name == "zero":
-        warnings.warn(f"{kl.label}: its expected gradient is zero. It adds noise and does not "
-                      "keep the policy near the reference", stacklevel=3)
+        warnings.warn(f"{kl.label}: its expected gradient is zero. It adds noise and does "
+                      "not keep the policy near the reference", stacklevel=3)
     elif " - " in name:
-        warnings.warn(f"{kl.label}: its expected gradient is that of {name}, a difference "
-                      "that can be lowered without end. Training may collapse", stacklevel=3)
+        warnings.warn(f"{kl.label}: its expected gradient is that of {name}. What is "
+                      "subtracted pushes the policy away from the reference, and training "
+                      "may collapse", stacklevel=3)
     elif name == "none of these":
         warnings.warn(f"{kl.label}: its expected gradient is that of no KL divergence",
                       stacklevel=3)
@@ -58,8 +59,8 @@ def check_settings(kl, args):
                              "setting cannot act; leave it at TRL's default")
     if getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum" \
             and in_return(kl):
-        raise ValueError("args.multi_objective_aggregation='normalize_then_sum': a KL in the "
-                         "reward has no place among normalised rewards; allowed is "
+        raise ValueError("args.multi_objective_aggregation='normalize_then_sum': a KL in "
+                         "the reward has no place among normalised rewards; allowed is "
                          "'sum_then_normalize', or placement='loss'")
     cut = {"top_k": (0, None, -1), "top_p": (1, None), "min_p": (0, None),
            "repetition_penalty": (1, None), "generation_kwargs": (None, {})}
@@ -87,15 +88,16 @@ class _Watch:
         for name, x in (("logp", logp), ("ref_logp", batch["ref_per_token_logps"])):
             if len(bad := (mask & ~x.isfinite()).nonzero()):
                 i, t = bad[0].tolist()
-                raise NotFinite(f"{name} is {x[i, t].item()} at sequence {i}, token {t}: the "
-                                "policy has diverged, or a model is damaged")
+                raise NotFinite(f"{name} is {x[i, t].item()} at sequence {i}, token {t}: "
+                                "the policy has diverged, or a model is damaged")
         if self.started or self.state.global_step or not self.model.training:
             return
         gap = (logp - batch["ref_per_token_logps"]).abs()[mask].mean().item()
         allowed = 1e-3 if self.model.dtype in (torch.float32, torch.float64) else 2e-2
         if gap > allowed:
-            raise ValueError(f"before the first step policy and reference differ by {gap:.2g} "
-                             f"nats a token (allowed: {allowed:g}). Likely causes: {CAUSES}")
+            raise ValueError("before the first step policy and reference differ by "
+                             f"{gap:.2g} nats a token (allowed: {allowed:g}). Likely "
+                             f"causes: {CAUSES}")
 
     def watch(self, loss, penalty, batch):
         self.started, mask = True, self.mask(batch)
@@ -120,7 +122,7 @@ class _Watch:
         self.warn_of(tops, values["k1"].sum(-1), batch)
 
     def gradient_share(self, loss, penalty):
-        "Of the penalty in the gradient with respect to log-probs, or logits if they are used."
+        "Of the penalty in the gradient with respect to log-probs (logits if exact)."
         at = self.logits if self.kl.estimator == "exact" else self.logps
         size = [grad.norm() for term in (penalty, loss) for grad in torch.autograd.grad(
             term, at, retain_graph=True, allow_unused=True, materialize_grads=True)]
@@ -140,8 +142,9 @@ class _Watch:
             if mean < -4 * error:
                 self.warned.add("sign")
                 warnings.warn(
-                    f"the mean of K1 is {mean:.3g} +- {error:.1g} nats over {WINDOW} batches, "
-                    "and a KL is not negative: the responses are not samples of the policy. "
+                    f"the mean of K1 is {mean:.3g} +- {error:.1g} nats over {WINDOW} "
+                    "batches, and a KL is not negative: the responses are not samples of "
+                    "the policy. "
                     "Likely causes: top_k, top_p or min_p, a temperature, stale weights")
 
 # %% ../nbs/library/14_trainer.ipynb #23ec86c6
