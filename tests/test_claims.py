@@ -23,7 +23,6 @@ from kl_comedy.sweeps import SweepError, load_sweep, plan
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = ROOT / "data/claims.yaml"
-BELOW = 0.8
 START = [(policy, seed) for policy in ("a", "b") for seed in (0, 1)]
 
 
@@ -46,7 +45,7 @@ def record(folder, cells, sweep="on_policy", rates=True):
     pd.DataFrame(curves).to_csv(folder / sweep / "metrics.csv", index=False)
     if rates:
         pd.DataFrame(problems).to_csv(folder / sweep / "final_rates.csv", index=False)
-    return Records(folder, read_claims(CLAIMS)["defaults"])
+    return Records(folder, read_claims(CLAIMS))
 
 
 def verdicts(folder):
@@ -104,31 +103,66 @@ def test_runs_are_paired_by_their_start(tmp_path):
     lost = (runs.policy == "a") & (runs.placement == "reward")
     runs[~lost].to_csv(tmp_path / "on_policy/runs.csv", index=False)
     check = {"metric": "pass_out", "a": side("k1", "reward", 0.05), "b": side("k3", "loss", 0.05)}
-    found = check_greater(check, records, BELOW)
+    found = check_greater(check, records)
     assert not found.holds and found.effect == pytest.approx(0) and found.runs == 2
 
 
 def test_alike_needs_the_whole_interval(tmp_path):
     records = record(tmp_path, [(K1, 0.80, {}), (K3, 0.83, {})])
     check = {"metric": "pass_sum", "a": side("k1", "reward", 0.05), "b": side("k3", "loss", 0.05)}
-    assert check_alike(check | {"within": 0.05}, records, BELOW).holds
-    assert not check_alike(check | {"within": 0.02}, records, BELOW).holds
+    assert check_alike(check | {"within": 0.05}, records).holds
+    assert not check_alike(check | {"within": 0.02}, records).holds
 
 
-def test_the_interval_covers_the_truth_and_narrows():
+@pytest.mark.parametrize("runs", [2, 4, 12])
+def test_the_interval_covers_the_truth_with_few_runs_too(runs):
     rng = np.random.default_rng(1)
-    widths, hits = {}, 0
-    for runs in (4, 40):
-        index = pd.MultiIndex.from_product([["a"], range(runs)])
-        for _ in range(50):
-            gap = 0.3 + rng.normal(size=(runs, 1)) + 0.1 * rng.normal(size=(runs, 20))
-            zero = pd.DataFrame(0.0 * gap, index=index)
-            _, low, high, n = difference(pd.DataFrame(gap, index=index), zero, n_boot=200)
-            widths.setdefault(runs, []).append(high - low)
-            hits += runs == 40 and low < 0.3 < high
-        assert n == runs
-    assert np.mean(widths[40]) < np.mean(widths[4]) / 2
-    assert 42 <= hits <= 50
+    index = pd.MultiIndex.from_product([["a"], range(runs)])
+    zero = pd.DataFrame(np.zeros((runs, 20)), index=index)
+    hits, studies = 0, 600
+    for _ in range(studies):
+        gap = 0.3 + 0.1 * rng.normal(size=(runs, 1)) + 0.1 * rng.normal(size=(runs, 20))
+        _, low, high, n = difference(pd.DataFrame(gap, index=index), zero)
+        hits += low < 0.3 < high
+    assert n == runs
+    assert hits / studies > 0.93
+
+
+def test_one_run_a_side_is_not_yet_run(tmp_path):
+    record(tmp_path, [(K1, 0.9, {}), (K3, 0.7, {})])
+    runs = pd.read_csv(tmp_path / "on_policy/runs.csv")
+    runs[(runs.seed == 0) & (runs.policy == "a")].to_csv(
+        tmp_path / "on_policy/runs.csv", index=False
+    )
+    assert verdicts(tmp_path)["C7"] == "not yet run" == verdicts(tmp_path)["C6"]
+
+
+def test_a_diverged_run_passes_nothing_and_has_no_kl(tmp_path):
+    records = record(tmp_path, [(K1, 0.9, {}), (K3, 0.7, {})])
+    runs = pd.read_csv(tmp_path / "on_policy/runs.csv")
+    bad = (runs.placement == "loss") & (runs.policy == "a") & (runs.seed == 0)
+    runs.loc[bad, "state"] = "diverged"
+    runs.loc[bad, [c for c in runs if c.startswith("final_")]] = np.nan
+    rates = pd.read_csv(tmp_path / "on_policy/final_rates.csv")
+    rates = rates[rates.run != runs[bad].run.item()]
+    runs.to_csv(tmp_path / "on_policy/runs.csv", index=False)
+    rates.to_csv(tmp_path / "on_policy/final_rates.csv", index=False)
+    sides = {"a": side("k1", "reward", 0.05), "b": side("k3", "loss", 0.05)}
+    passed = check_greater(sides | {"metric": "pass_sum"}, records)
+    assert passed.runs == 4 and passed.effect == pytest.approx((3 * 0.2 + 0.9) / 4, abs=0.01)
+    forward = check_greater(sides | {"metric": "kl_forward"}, records)
+    assert forward.runs == 3 and not forward.holds
+
+
+def test_the_noise_of_a_flat_curve_is_no_collapse(tmp_path):
+    """The best of six tests of 64 responses lies well above the mean."""
+    kl = KLConfig("k1", "reward", 0.05)
+    records = record(tmp_path, [(kl, 0.30, {})])
+    runs = pd.read_csv(tmp_path / "on_policy/runs.csv").run
+    pd.DataFrame([{"run": run, "step": i, "pass_sum": p} for run in runs
+                  for i, p in enumerate([0.30, 0.44, 0.27, 0.30])]).to_csv(
+        tmp_path / "on_policy/metrics.csv", index=False)  # fmt: skip
+    assert not records.unstable(side("k1", "reward", 0.05)).any()
 
 
 def test_off_policy_runs_come_from_their_own_sweep(tmp_path):

@@ -11,6 +11,7 @@ from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from kl_comedy import trainer as module
 from kl_comedy.lab import expected_gradient
+from kl_comedy.penalty import SMALL
 from kl_comedy.placement import CHOICES, KLConfig
 from kl_comedy.trainer import KLRLOOTrainer, NotFinite, objective, stock_trainer
 
@@ -265,6 +266,26 @@ def test_a_cut_sampler_is_warned_of(tmp_path):
         micro.trainer("rloo", KLConfig(), tmp_path, top_k=5)
 
 
+@pytest.mark.parametrize(
+    ("kind", "kl", "settings", "words"),
+    [
+        ("grpo", KLConfig(), {"scale_rewards": "group"}, "beta cancels"),
+        ("rloo", KLConfig(), {"normalize_advantages": True}, "beta cancels"),
+        ("rloo", KLConfig(), {"mask_truncated_completions": True}, "not samples"),
+        ("grpo", KLConfig("k3", "loss"), {"scale_rewards": "group"}, None),
+        ("rloo", KLConfig(), {}, None),
+    ],
+    ids=str,
+)
+def test_what_changes_the_objective_is_warned_of(kind, kl, settings, words, tmp_path):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        built = micro.trainer(kind, kl, tmp_path, **settings)
+    said = " ".join(str(w.message) for w in seen if w.category is UserWarning)
+    assert (words in said) if words else not said
+    assert ("another objective" in built.objective()) == ("beta cancels" in said)
+
+
 def test_a_config_is_needed(tmp_path):
     with pytest.raises(ValueError, match="kl='k1': a KLConfig is needed"):
         micro.trainer("rloo", "k1", tmp_path)
@@ -277,6 +298,16 @@ def test_a_policy_that_is_not_its_reference_at_the_start_is_refused(kind, tmp_pa
     batch = micro.answer(built, DRAWN[:2])
     with pytest.raises(ValueError, match="before the first step policy and reference differ"):
         built.compute_loss(built.model, batch)
+
+
+def test_a_batch_without_tokens_does_not_spend_the_guard(tmp_path):
+    built = micro.trainer("rloo", KLConfig(), tmp_path)
+    built.started = False
+    empty = micro.answer(built, DRAWN[:2])
+    empty["completion_mask"] = torch.zeros_like(empty["completion_mask"])
+    built.compute_loss(built.model, empty)
+    with pytest.raises(ValueError, match="before the first step"):
+        built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
 
 
 def test_one_that_is_passes(tmp_path):
@@ -306,34 +337,41 @@ def test_log_probs_that_are_not_finite_are_refused(which, name, tmp_path):
 
 
 def test_samples_of_another_policy_are_reported(tmp_path):
-    """Greedy in the reference's favour: K1 is negative in the mean."""
+    """Always the response that the reference likes most against the policy."""
     built = micro.trainer("rloo", KLConfig(), tmp_path)
     logp, ref_logp = (micro.table(m).log_softmax(-1) for m in (built.model, built.ref_model))
-    token = int((ref_logp - logp)[0].argmax())
-    worst = min(
-        (r for r in micro.RESPONSES if r[0] == token),
-        key=lambda r: sum(
-            (logp - ref_logp)[micro.PREFIXES.index(r[:t]), r[t]].item() for t in range(len(r))
-        ),
-    )
-    other = next(r for r in micro.RESPONSES if r[0] == token and r != worst)
+    at = micro.PREFIXES.index
+    worst = min(micro.RESPONSES, key=lambda r: sum(
+        (logp - ref_logp)[at(r[:t]), r[t]].item() for t in range(len(r))))  # fmt: skip
     batch = micro.answer(built, [worst, worst])
-    second = micro.answer(built, [worst, other])
-    with pytest.warns(UserWarning, match="not samples of the policy"):
+    with pytest.warns(UserWarning, match="Likely they are not: top_k"):
         for _ in range(module.WINDOW):
             built.compute_loss(built.model, batch)
-            built.compute_loss(built.model, second)
+    assert -sum(built.seen) > module.SURE
 
 
-def test_samples_of_the_policy_are_not(tmp_path):
+@pytest.mark.parametrize("rare", [False, True])
+def test_samples_of_the_policy_are_not(rare, tmp_path):
+    """Nor if a token is so rare that hardly any window has it: K1 is then skewed."""
     built = micro.trainer("rloo", KLConfig(), tmp_path)
+    if rare:
+        with torch.no_grad():  # one token much rarer than in the reference
+            built.model.lm_head.weight[1] = 3 * built.ref_model.lm_head.weight[1]
     p = micro.probabilities(built.model).detach()
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        for _ in range(module.WINDOW + 2):
+        for _ in range(3 * module.WINDOW):
             drawn = [micro.RESPONSES[i] for i in torch.multinomial(p, 8, replacement=True)]
             built.compute_loss(built.model, micro.answer(built, drawn))
+
+
+def test_minibatches_are_samples_of_an_earlier_policy_and_not_reported(tmp_path):
+    built = micro.trainer("rloo", KLConfig(), tmp_path, num_iterations=2)
+    built.seen.append(-1e6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
 
 
 def test_a_token_beyond_the_reach_of_exp_is_named(tmp_path):
@@ -346,6 +384,42 @@ def test_a_token_beyond_the_reach_of_exp_is_named(tmp_path):
         built.compute_loss(built.model, batch).backward()
     assert all(p.grad.isfinite().all() for p in built.model.parameters())
     assert built._metrics["train"]["kl/extreme_tokens"][0] > 0
+
+
+# Vocabularies that are not kept whole, rewards that are missing
+
+
+@pytest.mark.parametrize(("kind", "settings"), [
+    ("rloo", {}), ("rloo", {"normalize_advantages": True}),
+    ("grpo", {"loss_type": "dapo", "scale_rewards": "group"}),
+    ("rloo", {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3})])  # fmt: skip
+@pytest.mark.parametrize("kl", [
+    KLConfig("k1", "reward", BETA), KLConfig("k3", "both", BETA, "to_go"),
+    KLConfig("exact", "loss", BETA), KLConfig("exact", "both", BETA, "to_go"),
+    KLConfig("exact", "reward", BETA)], ids=str)  # fmt: skip
+def test_a_large_vocabulary_has_the_same_gradient(kl, kind, settings, tmp_path, monkeypatch):
+    found = []
+    for small in (SMALL, 1):
+        monkeypatch.setattr("kl_comedy.penalty.SMALL", small)
+        common = {"num_generations": 3, "per_device_train_batch_size": 9} | settings
+        built = micro.trainer(kind, kl, tmp_path / str(small), dtype=torch.float32, **common)
+        batch = micro.answer(built, DRAWN, [p for p in PROMPTS for _ in range(3)])
+        assert ("ref_logits" in batch) == (small > 1)
+        found.append(micro.loss_gradient(built, batch))
+    assert distance(*found) < 1e-5 and found[1].norm() > 0.1
+
+
+@pytest.mark.parametrize("missing", [[1], [1, 4, 5], [0, 1]], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"normalize_advantages": True}], ids=str)
+def test_responses_without_a_reward_are_left_out_as_trl_leaves_them(
+    missing, settings, tmp_path, monkeypatch
+):
+    whole = micro.reward
+    monkeypatch.setattr(micro, "reward", lambda completion_ids, **_: [
+        None if i in missing else value for i, value in enumerate(whole(completion_ids))
+    ])  # fmt: skip
+    theirs, ours = both("k1_reward", tmp_path, **settings)
+    assert distance(ours, theirs) < 1e-6
 
 
 # What it costs, and what is logged
