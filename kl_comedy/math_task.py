@@ -6,6 +6,7 @@
 __all__ = ['MATH', 'REQUEST', 'SIZES', 'math_prompt', 'math_rows', 'math_gold', 'load_math']
 
 # %% ../nbs/library/12b_math.ipynb #9d93c4c3
+import json
 import warnings
 from pathlib import Path
 
@@ -36,6 +37,8 @@ def math_rows(source: str | Path, split: str) -> Dataset:
     try:
         if path.is_file():
             return load_dataset("json", data_files=where, split="train")
+        if files := sorted(path.glob(f"{split}/**/*.json")):
+            return Dataset.from_list([json.loads(file.read_text("utf-8")) for file in files])
         return concatenate_datasets([load_dataset(where, part, split=split)
                                      for part in get_dataset_config_names(where)])
     except (OSError, ValueError, DatasetsError) as error:
