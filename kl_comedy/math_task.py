@@ -38,7 +38,7 @@ def math_rows(source: str | Path, split: str) -> Dataset:
         if path.is_file():
             return load_dataset("json", data_files=where, split="train")
         if files := sorted(path.glob(f"{split}/**/*.json")):
-            return Dataset.from_list([json.loads(file.read_text("utf-8")) for file in files])
+            return Dataset.from_list([json.loads(file.read_bytes()) for file in files])
         return concatenate_datasets([load_dataset(where, part, split=split)
                                      for part in get_dataset_config_names(where)])
     except (OSError, ValueError, DatasetsError) as error:
