@@ -1,0 +1,436 @@
+"""Answers in boxes: what is read, what is refused, and that no completion stops the check."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import psutil
+import pytest
+
+from kl_comedy.rewards import (
+    MAX_ANSWER,
+    MEMORY,
+    VERDICTS,
+    Verifier,
+    by_rules,
+    decided,
+    last_boxed,
+    plain_number,
+    verdicts,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+SOLUTIONS = ROOT.parent / "shared" / "data" / "gsm8k_completions" / "example_model_solutions.jsonl"
+
+
+@pytest.mark.parametrize(("text", "answer"), [
+    (r"\boxed{7}", "7"), (r"$\boxed{ 7 }$.", "7"), (r"\boxed 7", "7"), (r"$\boxed 12$", "12"),
+    ("\\boxed\n{7}", "7"), (r"\fbox{7}", "7"), (r"\boxed{1} \fbox{2}", "2"),
+    (r"\fbox{1} \boxed{2}", "2"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+    (r"\boxed{\{1\}}", r"\{1\}"), (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+    (r"\boxed{a\\b}", r"a\\b"), ("\\boxed{a\nb}", "a\nb"), (r"\boxed{}", ""), (r"\boxed{ }", ""),
+    (r"\boxed{1} \boxed{}", ""), (r"\boxed{1} \boxed{2", "1"), (r"{\boxed{1}", "1"),
+    (r"}}\boxed{1}", "1"), (r"\boxed{\boxed{1}}", "1"), (r"\boxed{\boxed{1}, 2", "1"),
+    (r"\boxed{\text{\fbox{3}}}", "3"), (r"\boxed{\frac{1}{2}, {", None), (r"\boxed{1\}", None),
+    ("", None), ("7", None), (r"\boxed", None), ("boxed{7}", None), (r"\\boxed{7}", None),
+    (r"\boxedtext{7}", None), (r"\boxed}7{", None), (r"\boxed $7$", None),
+    (rf"\boxed{{{'7' * MAX_ANSWER}}}", "7" * MAX_ANSWER),
+    (rf"\boxed{{{'7' * (MAX_ANSWER + 1)}}}", None),
+    (rf"\boxed{{1}} \boxed{{{'7' * (MAX_ANSWER + 1)}}}", None),
+])
+def test_the_last_balanced_box(text, answer):
+    assert last_boxed(text) == answer
+    assert last_boxed("so " + text) == answer
+
+
+def last_boxed_slowly(text):
+    """From the last box to the first, the first whose braces close."""
+    for start in reversed(range(len(text))):
+        if text[start:].startswith("\\boxed{") and text[:start][-1:] != "\\":
+            depth, inside = 1, text[start + 7:]
+            for i, character in enumerate(inside):
+                depth += (character == "{") - (character == "}")
+                if not depth:
+                    return inside[:i].strip()
+    return None
+
+
+def test_boxes_at_random_against_a_slow_search():
+    rng, found = Random(0), Counter()
+    for _ in range(4000):
+        text = "".join(rng.choices([r"\boxed{", "{", "}", "1", " ", r"\pi"], k=rng.randint(0, 14)))
+        assert last_boxed(text) == last_boxed_slowly(text), text
+        found[last_boxed(text) is None] += 1
+    assert min(found[True], found[False]) > 500
+
+
+@pytest.mark.parametrize("text", [
+    r"\boxed{1}" * 50_000, r"\boxed{" * 50_000 + "}" * 50_000, r"\boxed{" * 200_000,
+    "{" * 10**6, "}" * 10**6, "{}" * 500_000, "\\" * 10**6, "\\boxed" + " " * 10**6,
+    "\\boxed " * 10**5, r"\boxed{" + "1" * 10**6 + "}", r"\boxed " + "1" * 10**6, "\x00" * 10**6,
+], ids=lambda text: repr(text[:12]))
+def test_the_time_to_find_a_box_grows_with_the_text(text):
+    started = time.perf_counter()
+    last_boxed(text)
+    assert time.perf_counter() - started < 4
+
+
+@pytest.mark.parametrize(("gold", "answer"), [
+    ("4", "3=4"), ("4", "x=4"), ("0", "x+y=0"), ("4", r"x\leq4"), ("4", "x<4"), ("4", r"x\ne 3"),
+    ("4", r"\approx 4"), ("[0,4]", r"x\in[0,4]"), ("10", r"10\%"), ("10", "10%"),
+    ("10", r"10\text{ percent}"), ("40_9", "40"), ("40_9", "40_8"), ("40_{9}", "40_{8}"),
+    ("40", "40_9"), ("2A_{16}", "2A"), ("2A_{16}", "2A_{8}"), (r"40_{\text{9}}", "40"),
+    (r"\frac{1}{3}", "0.333333"), (r"\frac13", "0.3333333333333333"), ("0.33", "1/3"),
+    ("12", "1"), ("-1", "1"), ("1234", "1,235"), ("0", "-1"), ("2", ""),
+])
+def test_the_rules_refuse(gold, answer):
+    assert decided(gold, answer) == "wrong"
+    assert decided(answer, answer) == ("right" if answer else "wrong")
+
+
+@pytest.mark.parametrize(("gold", "answer"), [
+    ("4", " 4 "), ("4", "4.00"), ("4", "+4"), ("4", "8/2"), (r"\frac{1}{2}", "0.5"),
+    (r"-\frac{1}{2}", r"\dfrac{-1}{2}"), (r"\tfrac12", ".5"), ("10,000", "10000"),
+    (r"10,\!000", "10000"), ("10{,}000", "10,000"), ("1000000", "1,000,000.0"), ("0", "-0"),
+    ("x = 4", "x=4"), (r"10 \%", r"10\%"), ("(1, 2)", "(1,2)"), (r"\text{Ann}", r"\text{Ann}"),
+])
+def test_the_rules_accept(gold, answer):
+    assert decided(gold, answer) == "right"
+
+
+@pytest.mark.parametrize(("gold", "answer"), [
+    (r"\sqrt{2}", "1.414214"), ("x+1", "1+x"), ("(1,2)", "[1,2]"), ("12", "1 2"), ("1,2", "2,1"),
+    ("x_1", "x_2"), (r"\infty", "1"), (r"\text{Ann}", "Ann"), ("x=4", "4"), ("x=4", "3=4"),
+    (r"10\%", "10"), ("3", r"\left(3\right)"), ("3", "1+2"), ("1", "1/0"), (r"\sin x", "1"),
+    ("1", "２"), ("10000", "1e4"), ("10", r"\$10"), (r"\int_0^1 x", "1"),
+])
+def test_the_rules_leave_the_rest_open(gold, answer):
+    assert decided(gold, answer) is None
+
+
+def test_plain_numbers_are_exact():
+    rng = Random(0)
+    for _ in range(2000):
+        a, b = rng.randint(-10**6, 10**6), rng.randint(1, 99)
+        assert plain_number(f"{a:,}/{b}") == plain_number(f"{a}/{b}")
+        assert plain_number(rf"\frac{{{a}}}{{{b}}}") * b == a == plain_number(f"{a:,}.0")
+        assert plain_number(f"{a}.{b:02d}") != a
+
+
+@pytest.fixture(scope="module")
+def solved():
+    """(gold, completion, label) of 300 real problems, from four models: labels are OpenAI's."""
+    if not SOLUTIONS.exists():
+        pytest.skip("the completions of GSM8K are not here")
+    with SOLUTIONS.open(encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file][::17][:75]
+    models = ["6b_finetuning", "6b_verification", "175b_finetuning", "175b_verification"]
+    found = []
+    for row in rows:
+        gold = row["ground_truth"].rsplit("A: ", 1)[1]
+        for model in models:
+            text, mark, answer = row[model]["solution"].rpartition("A: ")
+            found.append((gold, rf"{text}\boxed{{{answer}}}" if mark else answer,
+                          row[model]["is_correct"]))
+    assert len(found) == 300 and 60 < sum(label for _, _, label in found) < 240
+    return found
+
+
+def test_the_rules_agree_with_the_labels_of_real_completions(solved):
+    found, left = by_rules([gold for gold, _, _ in solved], [text for _, text, _ in solved])
+    assert len(left) < 10
+    for i, verdict in found.items():
+        assert (verdict == "right") == solved[i][2], solved[i]
+
+
+# What follows runs workers with a stand-in for math-verify that misbehaves on demand, so
+# that each fault is certain. Further down the workers have math-verify itself.
+
+STAND_IN = textwrap.dedent(r"""
+    import os, sys, time
+
+    class LatexExtractionConfig:
+        pass
+
+    def parse(text, extraction_config, parsing_timeout, raise_on_error):
+        assert parsing_timeout is None and raise_on_error and text.startswith("\\boxed{")
+        text = text[7:-1]
+        print("noise")
+        print("noise", file=sys.stderr)
+        if text == "freeze":
+            10**10**10
+        if text == "eat":
+            bytearray(2**34)
+        if text == "die":
+            os._exit(0)
+        if text == "crash":
+            os.abort()
+        if text == "raise":
+            raise ArithmeticError
+        if text == "deep":
+            return parse(text, extraction_config, None, True)
+        if text.startswith("sleep"):
+            time.sleep(float(text[5:]))
+        return [] if text == "unreadable" else [{"0.5x": "\\frac{x}{2}"}.get(text, text)]
+
+    def verify(gold, answer, timeout_seconds, raise_on_error):
+        assert timeout_seconds is None and raise_on_error
+        return gold == answer
+""")
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """Workers import this module as `math_verify`."""
+    package = tmp_path / "modules" / "math_verify.py"
+    package.parent.mkdir()
+    package.write_text(STAND_IN)
+    path = os.pathsep.join([str(package.parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    return package
+
+
+def boxed(*answers):
+    return [rf"\boxed{{{answer}}}" for answer in answers]
+
+
+def gone(processes, within):
+    """Whether the processes are no more, or only wait to be reaped by others."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        if all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+               for pid in processes):
+            return True
+        time.sleep(.05)
+    return False
+
+
+def pids(verifier):
+    return [worker.process.pid for worker in verifier.workers]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_verdicts_come_in_order_and_are_counted(stand_in, workers):
+    golds = [f"a{i}" for i in range(40)]
+    answers = boxed(*(f"a{i}" if i % 3 else f"b{i}" for i in range(40)))
+    with Verifier(workers) as verifier:
+        given = verifier.check([*golds, "a", "4"], [*answers, "no", r"\boxed{5}"])
+        assert given == ["right" if i % 3 else "wrong" for i in range(40)] + ["no box", "wrong"]
+        assert verifier.check([], []) == [] and len(verifier.workers) <= workers
+        verifier.check(["a"], boxed("raise"))
+        assert verifier.counts == {"right": 26, "wrong": 15, "no box": 1, "timeout": 0, "error": 1}
+        assert list(verifier.counts) == list(VERDICTS)
+
+
+@pytest.mark.parametrize(("fault", "verdict"), [
+    ("freeze", "timeout"), ("sleep9", "timeout"), ("eat", "error"), ("die", "error"),
+    ("crash", "error"), ("raise", "error"), ("deep", "error")])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_fault_costs_its_own_pair_only(stand_in, workers, fault, verdict):
+    with Verifier(workers, seconds=1) as verifier:
+        verifier.check(["a"], boxed("b"))
+        started = time.monotonic()
+        assert verifier.check(["a"] * 5, boxed("sleep0", fault, "sleep0", fault, "sleep0")) == \
+            ["wrong", verdict, "wrong", verdict, "wrong"]
+        assert time.monotonic() - started < 7
+        assert verifier.check(["a"], boxed("sleep0")) == ["wrong"]  # and goes on
+        assert verifier.counts[verdict] == 2
+
+
+def test_a_gold_answer_that_cannot_be_read_is_an_error(stand_in):
+    with Verifier(1) as verifier:
+        assert verifier.check(["unreadable", "raise", "a" * (MAX_ANSWER + 1), "a"],
+                              boxed("b", "b", "b", "b")) == ["error"] * 3 + ["wrong"]
+
+
+@pytest.mark.parametrize("answer", ["\x00", "\ud800", "é\u2028\n\r", '"', "\\", "٣" * 500,
+                                    "\U0001f600" * 1000])
+def test_any_text_reaches_a_worker_and_comes_back(stand_in, answer):
+    with Verifier(1) as verifier:
+        assert verifier.check([f"a{answer}"[:MAX_ANSWER]] * 2, boxed("b", "b")) == ["wrong"] * 2
+
+
+def test_nothing_is_left_when_closed(stand_in):
+    with Verifier(2) as verifier:
+        verifier.check(["a"] * 4, boxed("sleep.2", "b", "b", "b"))
+        processes = pids(verifier)
+    assert len(processes) == 2 and gone(processes, 0.1)
+    verifier.close()
+    with pytest.raises(ValueError, match="the verifier is closed"):
+        verifier.check(["a"], boxed("b"))
+
+
+def test_nothing_is_left_when_forgotten(stand_in):
+    verifier = Verifier(1)
+    verifier.check(["a"], boxed("b"))
+    processes = pids(verifier)
+    del verifier
+    assert gone(processes, 1)
+
+
+PARENT = """
+import sys, threading
+from kl_comedy.rewards import Verifier
+verifier = Verifier(1, seconds=1)
+verifier.check(["a"], [r"\\boxed{b}"])
+print(verifier.workers[0].process.pid, flush=True)
+if sys.argv[1] == "busy":
+    threading.Thread(target=verifier.check, args=(["a"], [r"\\boxed{freeze}"])).start()
+if sys.argv[1] != "exit":
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("state", ["exit", "idle", "busy"])
+def test_workers_die_with_their_parent(stand_in, state):
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, state], stdin=subprocess.PIPE,
+                              stdout=subprocess.PIPE)
+    worker = int(parent.stdout.readline())
+    if state == "busy":
+        time.sleep(.5)
+    if state != "exit":
+        assert psutil.pid_exists(worker)
+        parent.kill()
+    parent.wait()
+    assert gone([worker], 15)  # a frozen one after at most 2 * seconds + 1 of processor time
+    parent.stdin.close()
+    parent.stdout.close()
+
+
+def test_no_signal_of_this_process_is_touched(stand_in):
+    handler = signal.getsignal(signal.SIGALRM)
+    signal.alarm(500)
+    try:
+        with Verifier(1, seconds=1) as verifier:
+            assert verifier.check(["a"] * 2, boxed("freeze", "b")) == ["timeout", "wrong"]
+    finally:
+        left = signal.alarm(0)
+    assert left > 400 and signal.getsignal(signal.SIGALRM) is handler
+
+
+def test_threads_share_a_verifier(stand_in):
+    given = {}
+    with Verifier(2, seconds=2) as verifier:
+        threads = [threading.Thread(target=lambda i=i: given.update(
+            {i: verifier.check([f"a{i}"] * 6, boxed(*[f"a{i}", "b"] * 2, "die", f"a{i} "))}))
+            for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert given == {i: ["right", "wrong"] * 2 + ["error", "right"] for i in range(4)}
+
+
+def test_an_interrupt_leaves_no_worker_at_a_pair(stand_in):
+    with Verifier(2, seconds=30) as verifier:
+        verifier.check(["a"] * 2, boxed("sleep.2", "b"))
+        processes = pids(verifier)
+        main, started = threading.main_thread().ident, time.monotonic()
+        threading.Timer(.5, signal.pthread_kill, [main, signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            verifier.check(["a"], boxed("freeze"))
+        assert time.monotonic() - started < 5
+        assert gone(processes, .5) and verifier.workers == []
+        assert verifier.check(["a"], boxed("sleep0")) == ["wrong"]
+
+
+def test_a_worker_killed_while_idle_costs_nothing(stand_in):
+    with Verifier(1) as verifier:
+        verifier.check(["a"], boxed("b"))
+        os.kill(pids(verifier)[0], signal.SIGKILL)
+        time.sleep(.2)
+        assert verifier.check(["a"], boxed("sleep0")) == ["wrong"]
+
+
+@pytest.mark.parametrize(("source", "reason"), [
+    ("raise ImportError('torn apart')", "ImportError.*torn apart"),
+    ("import os; os._exit(3)", "exit code"),
+    (STAND_IN.replace("gold == answer", "True"), "does not tell x/2 from x/3"),
+    (STAND_IN.replace("gold == answer", "False"), "does not tell x/2 from x/3"),
+    (STAND_IN.replace("def verify", "def other"), "ImportError.*verify"),
+])
+def test_a_broken_math_verify_is_an_error_and_not_a_reward_of_zero(stand_in, source, reason):
+    stand_in.write_text(source)
+    with Verifier(2) as verifier:
+        with pytest.raises(RuntimeError, match=f"math-verify cannot be used: .*{reason}"):
+            verifier.check(["a"], boxed("b"))
+        assert verifier.workers == [] and sum(verifier.counts.values()) == 0
+        stand_in.write_text(STAND_IN)
+        assert verifier.check(["a"], boxed("b")) == ["wrong"]
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, "2"])
+def test_bad_limits_are_refused(workers):
+    with pytest.raises(ValueError, match="workers must be 1 or more, got"):
+        Verifier(workers)
+
+
+def test_gold_answers_and_completions_have_to_pair_up():
+    with Verifier() as verifier:
+        with pytest.raises(ValueError, match="zip"):
+            verifier.check(["a"], [])
+
+
+# From here on the workers have math-verify itself.
+
+@pytest.fixture(scope="module")
+def verifier():
+    with Verifier(1) as verifier:
+        yield verifier
+
+
+@pytest.mark.parametrize(("gold", "answer", "verdict"), [
+    (r"3\sqrt{13}", r"\sqrt{117}", "right"), (r"3\sqrt{13}", "3", "wrong"),
+    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", "right"), ("x^2+2x+1", "(x+1)^2", "right"),
+    ("2+\\pi", r"\pi+\sqrt{4}", "right"), ("2\\pi", "6.28", "wrong"), ("(1,2)", "(2,1)", "wrong"),
+    (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", "right"), ("[1,2]", "(1,2)", "wrong"),
+    (r"\{1,2\}", r"\{2,1\}", "right"), ("1,2", "2,1", "right"), ("1,2", "1", "wrong"),
+    ("x=4", "4", "right"), ("40_9", "40_{9}", "right"), (r"\text{Ann}", "Ann", "right"),
+    (r"\text{Ann}", r"\text{Bob}", "wrong"), ("x+1", "y+1", "wrong"), ("p-q", "q-p", "wrong"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", "\\begin{pmatrix} 1 \\\\\n 2 \\end{pmatrix}", "right"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}", "wrong"),
+])
+def test_answers_that_math_verify_decides(verifier, gold, answer, verdict):
+    assert verifier.check([gold], [rf"So it is $\boxed{{{answer}}}$."]) == [verdict]
+
+
+def test_math_verify_agrees_with_the_labels_of_real_completions(verifier, solved):
+    """Without the rules, which decide nearly all of these."""
+    pairs = [(i, gold, last_boxed(text)) for i, (gold, text, _) in enumerate(solved)
+             if last_boxed(text)]
+    found = verdicts(pairs, verifier.workers, 1, 5., MEMORY)
+    assert len(found) > 280
+    assert [i for i, verdict in found.items() if (verdict == "right") != solved[i][2]] == []
+
+
+HOSTILE = [r"10^{10^{10}}\pi", "9^{9^{9^{9}}}", "((((10!)!)!)!)!", "100000!!+\\pi",
+           "(" * 300 + "x" + ")" * 300, "{" * 400 + "x" + "}" * 400,
+           "+".join(rf"\frac{{1}}{{{i}x}}" for i in range(1, 60)),
+           r"\sqrt{" * 100 + "x" + "}" * 100,
+           r"\int_0^1 x^{x^{x^x}} dx", "(x+y+z)^{99999}", r"\sum_{i=1}^{10^{9}} \frac{1}{i^i}"]
+
+
+def test_hostile_answers_end_in_time_and_others_are_answered(verifier):
+    answers = [text for hostile in HOSTILE for text in (hostile, r"\pi+\sqrt{4}")]
+    assert all(len(answer) <= MAX_ANSWER for answer in answers)
+    started = time.monotonic()
+    given = verifier.check([r"2+\pi"] * len(answers), boxed(*answers))
+    assert "right" not in given[::2] and given[1::2] == ["right"] * len(HOSTILE)
+    assert time.monotonic() - started < 10 * len(HOSTILE)
+
+
+@pytest.mark.parametrize("text", [
+    r"\boxed{" + "(" * 2000 + "x" + ")" * 2000 + "}", r"\boxed{x}" * 50_000 + r"\boxed{1}",
+    r"\boxed{1} and \boxed{2+\pi}" + r" \boxed{3}"])
+def test_a_completion_full_of_boxes_or_parentheses_is_not_right(verifier, text):
+    started = time.monotonic()
+    assert verifier.check([r"2+\pi"], [text])[0] in ("no box", "wrong")
+    assert time.monotonic() - started < 8
