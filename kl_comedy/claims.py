@@ -29,7 +29,8 @@ MAY = {"objective": {"is", "is_not"}}
 def read_claims(path):
     "The content of a file of claims. Raises SweepError on a check that cannot be made."
     content = read_yaml(path)
-    lacking = {"claims", "defaults", "unstable_below", "unstable_fall", "at_least"} - set(content)
+    needed = {"claims", "defaults", "unstable_below", "unstable_fall", "at_least"}
+    lacking = needed - set(content)
     if lacking:
         raise SweepError(f"{path}: {', '.join(sorted(lacking))} missing")
     for claim in content["claims"]:
@@ -61,7 +62,7 @@ class Records:
         return pd.read_csv(path) if path.exists() else None
 
     def pick(self, side):
-        "The runs of one side of a check, indexed by (policy, seed); None if there are none."
+        "The runs of one side of a check by (policy, seed); None if there are too few."
         side = self.defaults | side
         runs = self.table(side.pop("sweep"), "runs")
         if side.get("placement") == "none":
@@ -73,12 +74,13 @@ class Records:
 
     def unstable(self, side):
         "Whether each run of a side is unstable; None if there are too few."
-        runs, metrics = self.pick(side), self.table((self.defaults | side)["sweep"], "metrics")
+        sweep = (self.defaults | side)["sweep"]
+        runs, metrics = self.pick(side), self.table(sweep, "metrics")
         if runs is None or metrics is None:
             return None
         best = runs.run.map(metrics.groupby("run").pass_sum.max())
-        last, rules = runs.final_pass_sum, self.rules
-        fell = (last < rules["unstable_below"] * best) & (last < best - rules["unstable_fall"])
+        enough = best - self.rules["unstable_fall"], best * self.rules["unstable_below"]
+        fell = (runs.final_pass_sum < enough[0]) & (runs.final_pass_sum < enough[1])
         return fell | (runs.state == "diverged")
 
     def ends(self, side, metric):
@@ -214,7 +216,8 @@ def judge(path, folder, ids=()):
     content = read_claims(path)
     known = [claim["id"] for claim in content["claims"]]
     if unknown := set(ids) - set(known):
-        raise SweepError(f"no claim {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+        raise SweepError(f"no claim {', '.join(sorted(unknown))}; there are "
+                         f"{', '.join(known)}")
     records, judged = Records(folder, content), []
     for claim in content["claims"]:
         if not ids or claim["id"] in ids:

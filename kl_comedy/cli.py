@@ -38,8 +38,8 @@ def parser():
     for verb in (add_reproduce(verbs), status):
         verb.add_argument("--runs-dir", metavar="D", help="folder of runs (default: runs)")
     words = "judge the paper's claims by the recorded runs"
-    claims = verbs.add_parser("claims", help=words, description=f"{words.capitalize()}: verdict, "
-                              "effect with its interval, number of runs.")
+    claims = verbs.add_parser("claims", help=words, description=f"{words.capitalize()}: "
+                              "verdict, effect with its interval, number of runs.")
     claims.add_argument("claim", nargs="*", help="ids, such as C7 (default: all)")
     claims.add_argument("--runs-dir", metavar="D",
                         help="folder of recorded runs (default: data/runs)")
@@ -66,13 +66,14 @@ def show_claims(root, runs_dir, ids):
     from kl_comedy.claims import as_table, judge, scales
 
     folder = runs_dir or os.path.join(root, "data", "runs")
-    for claim, word, findings in judge(os.path.join(root, "data", "claims.yaml"), folder, ids):
+    path = os.path.join(root, "data", "claims.yaml")
+    for claim, word, findings in judge(path, folder, ids):
         print(f"{claim['id']}  {word}\n    {claim['claim']}\n    Rule: {claim['rule']}")
         table = as_table([(claim, word, findings)]).drop(columns=["id", "verdict"])
         print("    " + table.to_string(index=False, float_format="%.3f", na_rep="")
               .replace("\n", "\n    ") + "\n")
     recorded = ", ".join(f"{name} at {scale}" for name, scale in scales(folder).items())
-    print(f"Recorded: {recorded or 'nothing'}. An interval is 95%; with few runs it is too narrow.")
+    print(f"Recorded: {recorded or 'nothing'}. Intervals are 95%, over runs and problems.")
 
 # %% ../nbs/library/18_cli.ipynb #d196ec89
 def run_verb(args):

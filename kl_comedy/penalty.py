@@ -208,7 +208,8 @@ class _Baseline(_Scoring):
         count = members(group, scored)[here].to(like)
         own = (count - 1) / count if isinstance(self, GRPOTrainer) else (count > 1).to(like)
         scale = own.nan_to_num(0, 0, 0) * scored[here]
-        batch |= {"kl_group": group[here], "kl_scored": scored[here], "kl_scale": scale[:, None]}
+        batch |= {"kl_group": group[here], "kl_scored": scored[here],
+                  "kl_scale": scale[:, None]}
         parts = args.steps_per_generation * self.num_iterations
         alone = parts * self.accelerator.num_processes == 1 or not self.model.training
         if self.normalised == "none" and alone:

@@ -68,7 +68,7 @@ def check_settings(kl, args):
                           "samples of the policy, and every sampled KL is biased",
                           stacklevel=3)
     if scaled(kl, args):
-        warnings.warn("rewards less the penalty are divided by their standard deviation, in "
+        warnings.warn("rewards less the penalty are divided by their deviation, in "
                       "which the penalty takes part: the gradient is not that of "
                       f"{objective(kl)}, and beta cancels where rewards are equal. Set "
                       "scale_rewards='none' (GRPO) or normalize_advantages=False (RLOO)",

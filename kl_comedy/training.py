@@ -77,8 +77,8 @@ def build_trainer(config, model, tokenizer, dataset, reward, output_dir, *, seed
         per_device_train_batch_size=prompts_per_step * group_size,
         steps_per_generation=minibatches, max_completion_length=max_length,
         max_grad_norm=max_grad_norm, **SHARED)
-    trainer = KLRLOOTrainer(model, reward, args, dataset, processing_class=tokenizer, kl=config,
-                            callbacks=[MarkComplete(), *callbacks])
+    trainer = KLRLOOTrainer(model, reward, args, dataset, processing_class=tokenizer,
+                            kl=config, callbacks=[MarkComplete(), *callbacks])
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -105,13 +105,13 @@ def not_finite(numbers, model):
 
 # %% ../nbs/library/14b_training.ipynb #f0889e5b
 class Exam:
-    """Test problems, and the numbers that say what a policy can do and how far it has moved.
+    """Test problems, and the numbers that say what a policy can do and how far it moved.
 
     `tests` maps names of tasks to problems, the trained task first; `n_samples` responses
     to each. Called with a policy it gives a dict: `pass_<task>`, pass@1, and its means over
     the tasks that are not trained, `pass_out`, and over those of them at risk, `pass_risk`;
-    `rates` has the pass rate of every problem. Of the trained task `kl` (to the reference) and
-    `kl_forward` (from it), nats a sequence, both summed over whole next-token distributions,
+    `rates` has the pass rate of every problem. Of the trained task `kl` (to the reference)
+    and `kl_forward` (from it), nats a sequence, summed over whole next-token distributions,
     `kl_k1` (mean of K1 over the same responses), `entropy` (nats a token) and `test_length`
     (tokens).
     """
@@ -178,7 +178,7 @@ class Recorder(TrainerCallback):
 
 # %% ../nbs/library/14b_training.ipynb #4c8d2ae2
 def train(trainer, recorder, checkpoint=None):
-    "Train to the end, or to the step at which log-probs are not finite: `recorder.failure`."
+    "Train to the end, or to the step with a log-prob not finite: `recorder.failure`."
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except NotFinite as error:
