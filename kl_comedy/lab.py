@@ -2,8 +2,8 @@
 
 # %% auto #0
 __all__ = ['TARGETS', 'CHUNK', 'Policy', 'PrefixTreePolicy', 'MarkovPolicy', 'history_policy', 'recent_policy', 'occupancy',
-           'divergence', 'exact_gradient', 'enumerate_sequences', 'Terms', 'expected_gradient', 'enumerated_gradients',
-           'named_objective', 'sample', 'sample_gradients']
+           'divergence', 'exact_gradient', 'enumerate_sequences', 'Terms', 'score_features', 'expected_gradient',
+           'enumerated_gradients', 'named_objective', 'sample', 'sample_gradients']
 
 # %% ../nbs/derivations/06_lab.ipynb #5f8b7070
 import itertools
@@ -210,6 +210,12 @@ class Terms:
         "Logits' gradient (..., S, V): `scores` sums score coefficients, `mass` (..., S) rows."
         return (scores - self.p * scores.sum(-1, keepdim=True) + mass.unsqueeze(-1) * self.row)
 
+def score_features(policy, terms):
+    "Of a parametric policy: a token's score (S, V, P) and a state's loss row (S, P)."
+    mean = torch.einsum("sv,svp->sp", terms.p, policy.features)
+    row = torch.einsum("sv,svp->sp", terms.row, policy.features)
+    return policy.features - mean[:, None], row
+
 # %% ../nbs/derivations/06_lab.ipynb #eaa27a58
 def _estimates_ahead(policy, q, kl):
     "For each step, from the last: estimates expected after token a in state s, (n, V)."
@@ -296,7 +302,8 @@ def sample(policy, n, rng):
 
 # %% ../nbs/derivations/06_lab.ipynb #df7eac3a
 def _sum_scores(terms, visits, trials, config):
-    "Sum of the sequences' gradient estimates per trial, (trials, S, V), from the last token back."
+    """What the tokens' scores are multiplied by, summed over the sequences of each trial, from the
+    last token back: (trials, S, V), and the weight of each state's loss, (trials, S)."""
     states, v = terms.p.shape
     kl, weight = terms.kl.flatten(), terms.weight.flatten()
     in_reward, in_loss = (config.placement in (x, "both") for x in ("reward", "loss"))
@@ -319,7 +326,16 @@ def _sum_scores(terms, visits, trials, config):
         if in_reward:
             credits.index_add_(0, cells, credit if config.importance == "none" else credit * w)
     counts, credits = (x.view(trials, states, v) for x in (counts, credits))
-    return terms.gradient(credits + counts * terms.slope, counts.sum(-1))
+    if in_loss:
+        credits += counts * terms.slope
+    return credits, counts.sum(-1)
+
+def _parameter_gradient(policy, terms, scores, mass):
+    "`terms.gradient` in the parameters, (trials, ...), without the gradient of every logit."
+    if policy.features is None:
+        return terms.gradient(scores, mass)
+    score, row = score_features(policy, terms)
+    return scores.flatten(1) @ score.flatten(0, 1) + mass @ row
 
 # %% ../nbs/derivations/06_lab.ipynb #c03a774f
 CHUNK = 20_000  # sequences sampled at a time: small enough for the cache
@@ -339,7 +355,8 @@ def sample_gradients(policy, ref, config, n_sequences, n_trials, seed, behaviour
     def chunk(trials, seed):
         sampler, rng = policy if behaviour is None else behaviour, np.random.default_rng(seed)
         visits = sample(sampler, trials * n_sequences, rng)
-        return policy.pull_back(_sum_scores(terms, visits, trials, config)) / n_sequences
+        sums = _sum_scores(terms, visits, trials, config)
+        return _parameter_gradient(policy, terms, *sums) / n_sequences
 
     seeds = np.random.SeedSequence(seed).spawn(len(sizes))
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:

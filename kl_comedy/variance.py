@@ -6,15 +6,15 @@ __all__ = ['gradient_variance', 'sampled_statistics']
 # %% ../nbs/derivations/07_variance.ipynb #bfa2d696
 import torch
 
-from .lab import Terms, expected_gradient, occupancy
+from .lab import Terms, expected_gradient, occupancy, score_features
 
 # %% ../nbs/derivations/07_variance.ipynb #2678a130
 def _scores(policy, terms):
     "Gradients of the parameters: a token's score (S, V, P) and a state's loss row (S, P)."
     p, (states, v) = terms.p, terms.p.shape
-    score = torch.eye(v, dtype=p.dtype) - p[:, None]  # of the logits of the token's own state
     if policy.features is not None:
-        return score @ policy.features, torch.einsum("sb,sbp->sp", terms.row, policy.features)
+        return score_features(policy, terms)
+    score = torch.eye(v, dtype=p.dtype) - p[:, None]  # of the logits of the token's own state
     here = torch.arange(states)
     scores, rows = p.new_zeros(states, v, states, v), p.new_zeros(states, states, v)
     scores[here, :, here], rows[here, here] = score, terms.row
