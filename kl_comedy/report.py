@@ -156,11 +156,12 @@ def _need(df, *columns):
     if df.empty:
         raise ValueError("the table has no rows")
 
-def mean_lines(df, x, y, ax, by="label"):
+def mean_lines(df, x, y, ax, by="label", names=True):
     """Draw the mean of `y` against `x`, a curve and 95% band a label; returns `ax`.
 
-    `df` has one row a run and `x`; `by` names the column of labels. Raises ValueError on
-    a missing column, an empty table or an unknown label.
+    `df` has one row a run and `x`; `by` names the column of labels, which are written at
+    the ends of the curves if `names`. Raises ValueError on a missing column, an empty table
+    or an unknown label.
     """
     _need(df, x, y, by)
     for i, (label, rows) in enumerate(df.groupby(by, sort=True)):
@@ -168,7 +169,7 @@ def mean_lines(df, x, y, ax, by="label"):
         sns.lineplot(rows, x=x, y=y, ax=ax, label=label, legend=False, errorbar=("ci", 95),
                      n_boot=1000, seed=0, err_kws={"alpha": 0.15, "linewidth": 0},
                      markevery=(i % every, every), **line_style(label))
-    return label_ends(ax)
+    return label_ends(ax) if names else ax
 
 # %% ../nbs/library/17_report.ipynb #e0e035bc
 def gradient_panel(df, ax, ylabel=""):

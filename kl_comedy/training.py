@@ -94,8 +94,9 @@ LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_r
 def recorded(logs):
     "What TRL logs at a step, under our names; nan where TRL says None."
     numbers = {ours: logs[theirs] for theirs, ours in LOGGED.items() if theirs in logs}
-    numbers["reward"] = next(value for name, value in logs.items()
-                             if name.startswith("rewards/") and name.endswith("/mean"))
+    for name, value in logs.items():  # of a batch: only at the first of its steps
+        if name.startswith("rewards/") and name.endswith("/mean"):
+            numbers["reward"] = value
     return {name: math.nan if value is None else value for name, value in numbers.items()}
 
 def not_finite(numbers, model):
@@ -172,7 +173,8 @@ class Recorder(TrainerCallback):
             elif step % self.eval_every == 0 or step == state.max_steps:
                 last = self.final_samples if step == state.max_steps else None
                 numbers |= self.measure(model, last)
-                print(f"step {step} of {state.max_steps}: reward {numbers['reward']:.3f}, "
+                passed = next(value for name, value in numbers.items() if "pass_" in name)
+                print(f"step {step} of {state.max_steps}: pass@1 {passed:.3f}, "
                       f"KL {numbers['kl']:.3f} nats", flush=True)
             self.run.log(step, **numbers)
 
