@@ -117,7 +117,8 @@ class _Logits(_Passes):
             entropy = -(every.exp() * every).sum(-1) if compute_entropy else None
             kept = logits if self.phase in ("loss", "logits") else None
             out.append((logps, entropy, kept))
-        logps, entropy, logits = (None if x[0] is None else torch.cat(x) for x in zip(*out))
+        logps, entropy, logits = (None if x[0] is None else torch.cat(x) if len(x) > 1 else x[0]
+                                  for x in zip(*out))  # one part stays what the rest grew from
         self.logits = logits
         return logps, entropy, None
 

@@ -148,6 +148,14 @@ def test_testing_the_policy_does_not_disturb_its_training(whole, tmp_path):
     pd.testing.assert_frame_equal(rare.loc[1:, trained], whole.loc[1:, trained], check_exact=True)
 
 
+def test_minibatches_are_recorded_step_by_step(tmp_path):
+    """Rewards belong to the batch: the steps after its first have none."""
+    recorder, metrics = train(tmp_path, eval_every=100, steps=4, minibatches=2, save_steps=2)
+    assert recorder.failure is None and metrics.step.tolist() == [0, 1, 2, 3, 4]
+    assert metrics.reward.notna().tolist() == [False, True, False, True, False]
+    assert metrics.loss[1:].notna().all() and metrics.train_k1[1:].notna().all()
+
+
 def test_a_policy_that_is_no_longer_finite_ends_the_run(tmp_path):
     recorder, metrics = train(tmp_path, eval_every=100, learning_rate=1e38)
     step, cause = recorder.failure

@@ -467,13 +467,14 @@ def test_every_measure_is_logged(kind, tmp_path):
     assert 0 < logged["kl/gradient_share"] < 1
 
 
-def test_the_share_of_the_penalty_grows_with_beta(tmp_path):
+@pytest.mark.parametrize("estimator", ["k3", "exact"])
+def test_the_share_of_the_penalty_grows_with_beta(estimator, tmp_path):
     shares = []
     for beta in (0.01, 1.0):
-        built = micro.trainer("rloo", KLConfig("k3", "loss", beta), tmp_path / str(beta))
+        built = micro.trainer("rloo", KLConfig(estimator, "loss", beta), tmp_path / str(beta))
         built.compute_loss(built.model, micro.answer(built, [(1, 0), (0,)]))
         shares += built._metrics["train"]["kl/gradient_share"]
-    assert shares[0] < shares[1]
+    assert 0 < shares[0] < shares[1] < 1
 
 
 def test_a_user_of_trl_changes_one_argument(tmp_path):
