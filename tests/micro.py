@@ -14,12 +14,23 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from trl import GRPOConfig, RLOOConfig
 
 from kl_comedy.lab import PrefixTreePolicy
+from kl_comedy.placement import KLConfig
 from kl_comedy.trainer import KLGRPOTrainer, KLRLOOTrainer
 
 END, V, LENGTH, PROMPT = 0, 3, 3, "ab"
 RESPONSES = [r for n in range(1, LENGTH + 1) for r in itertools.product(range(V), repeat=n)
              if END not in r[:-1] and (r[-1] == END or n == LENGTH)]  # fmt: skip
 PREFIXES = [p for n in range(LENGTH) for p in itertools.product(range(V), repeat=n)]
+
+BETA = 0.5
+PROMPTS = ["ab", "b", "aab"]
+DRAWN = [(1, 2, 0), (0,), (2, 0), (2, 1, 1), (1, 1, 0), (1, 0), (0,), (2, 2, 2), (1, 2, 1)]
+STOCK = {
+    "none": KLConfig(placement="none", beta=0),
+    "k1_reward": KLConfig("k1", "reward", BETA),
+    "k3_loss": KLConfig("k3", "loss", BETA),
+    "corrected": KLConfig("k3", "both", BETA, credit="token", importance="token"),
+}
 
 
 def whole_precision(monkeypatch):

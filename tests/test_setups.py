@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import micro
@@ -19,18 +18,10 @@ from kl_comedy.placement import KLConfig
 from kl_comedy.policy import BASE_POLICY
 from kl_comedy.trainer import KLRLOOTrainer
 
+pytestmark = pytest.mark.usefixtures("exact")
+
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "lora_alpha": 4}
 DRAWN = [(1, 2, 0), (0,), (2, 0), (2, 1, 1)]
-
-
-@pytest.fixture(autouse=True)
-def exact(monkeypatch):
-    micro.whole_precision(monkeypatch)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    yield
-    torch.set_num_threads(threads)
 
 
 def adapted(folder, model, peft_config=None, kl=None):

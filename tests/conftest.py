@@ -1,0 +1,18 @@
+"""What several files of tests share."""
+
+import warnings
+
+import micro
+import pytest
+import torch
+
+
+@pytest.fixture
+def exact(monkeypatch):
+    """One thread, quiet, and a micro model that normalises in its own precision."""
+    micro.whole_precision(monkeypatch)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    yield
+    torch.set_num_threads(threads)
