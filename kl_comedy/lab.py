@@ -289,13 +289,18 @@ def sample(policy, n, rng):
 
     Vectorised over sequences; `rng`, a numpy Generator, gives one uniform number a token.
     """
-    p = policy.logp().exp()
+    p, v = policy.logp().exp(), policy.next_state.shape[-1]
     edges, after = p.cumsum(-1)[:, :-1].contiguous(), policy.next_state.flatten()
-    visits = torch.empty(policy.horizon, n, dtype=torch.long)
-    state, v = torch.zeros(n, dtype=torch.long), p.shape[-1]
+    if v == 2:
+        edges = edges.view(-1)  # one edge: selected four times as fast as a row of one
+    visits, drawn = torch.empty(policy.horizon, n, dtype=torch.long), np.empty(n)
+    state, uniform = torch.zeros(n, dtype=torch.long), torch.from_numpy(drawn)
     for row in visits:
-        token = torch.from_numpy(rng.random((n, 1))) > edges.index_select(0, state)
-        token = token.view(n) if v == 2 else token.sum(-1)
+        rng.random(out=drawn)
+        if v == 2:
+            token = uniform > edges.index_select(0, state)
+        else:
+            token = (uniform.unsqueeze(-1) > edges.index_select(0, state)).sum(-1)
         torch.add(token, state, alpha=v, out=row)
         torch.index_select(after, 0, row, out=state)
     return visits
@@ -308,13 +313,14 @@ def _sum_scores(terms, visits, trials, config):
     kl, weight = terms.kl.flatten(), terms.weight.flatten()
     in_reward, in_loss = (config.placement in (x, "both") for x in ("reward", "loss"))
     shift = torch.arange(trials).repeat_interleave(visits.shape[1] // trials) * states * v
-    counts, credits = terms.p.new_zeros(2, trials * states * v)
-    credit, w = 0, torch.ones_like(shift, dtype=counts.dtype)
+    credits = terms.p.new_zeros(trials * states * v)
+    counts = torch.zeros_like(credits) if in_loss else None
+    credit, w, rows = 0, torch.ones_like(shift, dtype=kl.dtype), visits.unbind()
     if in_reward and config.credit == "sequence":
-        credit = sum(kl.index_select(0, row) for row in visits)
+        credit = sum(kl.index_select(0, row) for row in rows)
     if config.importance == "sequence":
-        w = torch.stack([weight.index_select(0, row) for row in visits]).prod(0)
-    for row in visits.flip(0):
+        w = torch.stack([weight.index_select(0, row) for row in rows]).prod(0)
+    for row in reversed(rows):
         cells = row + shift
         if config.importance == "token":
             w = weight.index_select(0, row)
@@ -325,10 +331,11 @@ def _sum_scores(terms, visits, trials, config):
             credit = own if config.credit == "token" else credit + own
         if in_reward:
             credits.index_add_(0, cells, credit if config.importance == "none" else credit * w)
-    counts, credits = (x.view(trials, states, v) for x in (counts, credits))
-    if in_loss:
-        credits += counts * terms.slope
-    return credits, counts.sum(-1)
+    credits = credits.view(trials, states, v)
+    if not in_loss:
+        return credits, credits.new_zeros(trials, states)
+    counts = counts.view(trials, states, v)
+    return credits + counts * terms.slope, counts.sum(-1)
 
 def _parameter_gradient(policy, terms, scores, mass):
     "`terms.gradient` in the parameters, (trials, ...), without the gradient of every logit."
