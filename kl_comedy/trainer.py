@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from .estimators import ESTIMATORS, k3_limit, log_ratio
 from .lab import PrefixTreePolicy, expected_gradient, named_objective
-from .penalty import Penalty, in_return
+from .penalty import Penalty, divisor, in_return
 from .placement import KLConfig
 
 # %% ../nbs/library/14_trainer.ipynb #3e80af2e
@@ -80,9 +80,7 @@ CUT = {"top_k": (0, None, -1), "top_p": (1, None), "min_p": (0, None),
 
 def scaled(kl, args):
     "Whether TRL divides a return that holds the penalty by its standard deviation."
-    by = getattr(args, "scale_rewards", "none")
-    divides = by not in ("none", False) or getattr(args, "normalize_advantages", False)
-    return kl.active and in_return(kl) and divides
+    return kl.active and in_return(kl) and divisor(args) != "none"
 
 # %% ../nbs/library/14_trainer.ipynb #a98c614b
 WINDOW = 20  # batches over which K1 is added up
