@@ -2,8 +2,9 @@
 
 # %% auto #0
 __all__ = ['locked', 'Job', 'die_with_parent', 'execute', 'tie_to', 'papermill_error', 'execute_notebook', 'settle', 'run_all',
-           'run_jobs', 'gallery_job', 'duration', 'outcome', 'last_line', 'at_work', 'check_folder', 'record_tables',
-           'close_sweep', 'progress', 'near', 'show_files', 'show_summary', 'run_sweeps', 'reproduce', 'survey']
+           'run_jobs', 'gallery_job', 'duration', 'outcome', 'last_line', 'at_work', 'check_folder', 'check_record',
+           'record_tables', 'close_sweep', 'progress', 'near', 'show_files', 'show_summary', 'run_sweeps', 'reproduce',
+           'survey']
 
 # %% ../nbs/library/16c_batch.ipynb #b5956757
 import fcntl
@@ -21,24 +22,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
-import yaml
 
 import kl_comedy
 from kl_comedy.runs import (
     FINISHED,
+    RunError,
     collect,
     read_lines,
     read_status,
     write_atomic,
+    write_params,
     write_status,
 )
 from .sweeps import SweepError, load_sweeps, plan
 
 # %% ../nbs/library/16c_batch.ipynb #a8c9f1a9
 @contextmanager
-def locked(folder, wait=True):
+def locked(folder, wait=True, mode="ab"):
     """Hold the lock of `folder`; yields its log file, or None if held and not `wait`."""
-    with open(Path(folder) / "run.log", "ab") as log:
+    with open(Path(folder) / "run.log", mode) as log:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError:
@@ -62,9 +64,11 @@ class Job:
 
     @property
     def is_finished(self):
-        """True if this job has been done, with the inputs that it has now."""
+        """True if this job has been done, with these inputs, and its tables are there."""
         status = read_status(self.folder)
-        return status["state"] in FINISHED and status.get("inputs", "") == self.inputs
+        tables = (self.folder / f"{name}.csv" for name in status.get("tables", "").split())
+        return (status["state"] in FINISHED and status.get("inputs", "") == self.inputs
+                and all(table.exists() for table in tables))
 
 # %% ../nbs/library/16c_batch.ipynb #ce8c66be
 def die_with_parent():
@@ -117,8 +121,7 @@ def execute_notebook(job):
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         os.environ[variable] = str(job.threads)
     os.chdir(job.notebook.parent)
-    own = {name: value for name, value in job.parameters.items() if name != "run_dir"}
-    write_atomic(job.folder / "params.yaml", yaml.safe_dump(own, sort_keys=False))
+    write_params(job.folder, job.parameters)
     write_status(job.folder, "running")
     if cause := papermill_error(job):
         write_status(job.folder, "failed", cause=cause)
@@ -131,7 +134,7 @@ def execute_notebook(job):
 def settle(job, exitcode):
     """Record `job` as failed if its worker died before it could do so itself."""
     with locked(job.folder):                      # a kernel that it left behind ends first
-        if read_status(job.folder)["state"] in ("absent", "running"):
+        if read_status(job.folder)["state"] in ("absent", "running", "damaged"):
             cause = f"its process ended with exit code {exitcode}: killed, or out of memory"
             write_status(job.folder, "failed", cause=cause)
 
@@ -215,7 +218,10 @@ def outcome(job):
 # %% ../nbs/library/16c_batch.ipynb #496d4bad
 def last_line(run_dir):
     """What a run shows of its last step: `step`, and `reward` and `kl` (nats) if it has them."""
-    lines = read_lines(Path(run_dir) / "metrics.jsonl")
+    try:
+        lines = read_lines(Path(run_dir) / "metrics.jsonl")
+    except RunError:
+        lines = []  # who collects it will say so
     shown = {"step": lines[-1]["step"]} if lines else {}
     for name, logged in (("reward", ("reward",)), ("kl", ("train_kl", "kl"))):
         values = [line[key] for line in lines[-1:] for key in logged if key in line]
@@ -245,11 +251,22 @@ def check_folder(runs_dir):
         ) from None
 
 
+def check_record(folder, scale):
+    """Raise SweepError if `folder` holds the record of another scale than `scale`."""
+    if (folder / "runs.csv").exists():
+        there = set(pd.read_csv(folder / "runs.csv", usecols=["scale"])["scale"])
+        if there != {scale}:
+            raise SweepError(f"{folder} holds the record of scale {', '.join(there)}: delete "
+                             f"it to record {scale}")
+
+
 def record_tables(paths, folder):
-    """Copy the collected tables to the `folder` in which they are published."""
+    """Make the collected tables what `folder` publishes."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in paths:
         write_atomic(folder / path.name, path.read_text(encoding="utf-8"))
+    for stale in {*folder.glob("*.csv")} - {folder / path.name for path in paths}:
+        stale.unlink()
 
 # %% ../nbs/library/16c_batch.ipynb #e3c3a9e1
 def close_sweep(sweep, jobs, settings, record_dir):
@@ -347,6 +364,10 @@ def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False):
     check_folder(runs_dir)
     settings = scale, runs_dir, max(1, os.cpu_count() // workers)
     record_dir = Path(root, "data", "runs") if record else None
+    for name in sweeps:
+        check_folder(runs_dir / name)
+        if record_dir:
+            check_record(record_dir / name, scale)
     jobs = {name: run_jobs(sweep, *settings) for name, sweep in sweeps.items()}
     runs = [job for some in jobs.values() for job in some]
     done = sum(job.is_finished for job in runs)
@@ -365,9 +386,9 @@ def survey(runs_dir):
     rows = []
     for path in sorted(Path(runs_dir).glob("*/*/params.yaml")):
         status = read_status(path.parent)
-        with locked(path.parent, wait=False) as log:
-            if status["state"] == "running" and log is not None:
-                status["state"] = "interrupted"
+        if status["state"] == "running" and (path.parent / "run.log").exists():
+            with locked(path.parent, wait=False, mode="rb") as log:
+                status["state"] = "interrupted" if log else "running"
         rows.append(
             {"sweep": path.parts[-3], "run": path.parts[-2]} | last_line(path.parent) | status
         )

@@ -17,7 +17,8 @@ def add_reproduce(verbs):
         "reproduce", help="make runs, tables and figures; go on after a kill",
         description="Make the runs of the sweeps in data/sweeps and draw their figures. "
         "What is finished is left alone, so run it again at will.")
-    verb.add_argument("sweep", nargs="*", help="names (default: all with this scale)")
+    verb.add_argument("sweep", nargs="*", help="names of files in data/sweeps, such "
+                      "as figure1 (default: all with this scale)")
     verb.add_argument("--scale", default="quick", help="smoke (under a minute), quick (the "
                       "default), cpu (full grids), paper (needs GPUs) or bench")
     verb.add_argument("--jobs", type=int, metavar="N", help="runs at a time, sharing the "
@@ -49,8 +50,11 @@ def parser():
 def show_status(root, runs_dir):
     """Print how many runs of each sweep are in each state, and those that are not done."""
     from kl_comedy.batch import survey
+    from kl_comedy.sweeps import SweepError
 
     folder = runs_dir or os.path.join(root, "runs")
+    if runs_dir and not os.path.isdir(runs_dir):
+        raise SweepError(f"runs directory {runs_dir} is not a folder")
     runs = survey(folder)
     if runs.empty:
         print(f"no runs in {os.path.relpath(folder)} yet; kl_comedy reproduce makes them")
@@ -98,11 +102,12 @@ def main(argv=None):
     if args.verb is None:
         parser().print_help()
         return 0
+    from kl_comedy.runs import RunError
     from kl_comedy.sweeps import SweepError
 
     try:
         return run_verb(args)
-    except SweepError as error:
+    except (SweepError, RunError) as error:
         print(f"kl_comedy: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@
 __all__ = ['ESTIMATORS', 'BLOCK', 'log_ratio', 'k1', 'k2', 'k3_limit', 'k3', 'exact_kl']
 
 # %% ../nbs/derivations/01_estimators.ipynb #5af63256
+import functools
 import itertools
 import math
 
@@ -48,8 +49,8 @@ def k3(logp, ref_logp):
     """K3 = r - 1 - log r: unbiased, never negative. Elementwise, nats.
 
     Near zero it is summed as a power series, since `expm1(d) - d` cancels. Above
-    `k3_limit` r is continued by its tangent: value and gradient stay finite and are never
-    silenced.
+    `k3_limit` r is continued by its tangent: value and gradient stay finite, and the
+    gradient is not silenced before `log_ratio` clamps.
     """
     d = log_ratio(logp, ref_logp)
     top = k3_limit(d.dtype)
@@ -75,18 +76,19 @@ def _blocks(shape):
         for start in range(0, positions, rows):
             yield *i, slice(start, start + rows)
 
-def _log_softmax(logits):
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return torch.log_softmax(logits, -1, dtype=dtype)
+def _working(*tensors):
+    "The dtype in which logits are compared: float32, or float64 if one of them is."
+    return torch.promote_types(functools.reduce(torch.promote_types, (x.dtype for x in tensors)),
+                               torch.float32)
 
 # %% ../nbs/derivations/01_estimators.ipynb #3d17a2b2
 def _kl_by_block(logits, ref_logits):
     "Values of `exact_kl`, with no more than three blocks in memory."
-    dtype = torch.promote_types(logits.dtype, torch.float32)
+    dtype = _working(logits, ref_logits)
     kl = torch.empty(logits.shape[:-1], dtype=dtype, device=logits.device)
     for i in _blocks(logits.shape):
-        logp = _log_softmax(logits[i])
-        gap = logp - _log_softmax(ref_logits[i])
+        logp = torch.log_softmax(logits[i], -1, dtype=dtype)
+        gap = logp - torch.log_softmax(ref_logits[i], -1, dtype=dtype)
         kl[i] = gap.mul_(logp.exp_()).sum(-1)
     return kl
 
@@ -106,7 +108,8 @@ class _ExactKL(torch.autograd.Function):
         grad, grad_ref = (torch.empty_like(x) if needed else None for x, needed
                           in zip((logits, ref_logits), ctx.needs_input_grad))
         for i in _blocks(logits.shape):
-            logp, ref_logp = _log_softmax(logits[i]), _log_softmax(ref_logits[i])
+            logp, ref_logp = (torch.log_softmax(x[i], -1, dtype=kl.dtype)
+                              for x in (logits, ref_logits))
             p, scale = logp.exp(), grad_kl[i].unsqueeze(-1)
             if grad is not None:  # p (gap - kl), in an order that is finite wherever kl is
                 gap = logp.sub_(ref_logp).mul_(p)

@@ -7,6 +7,7 @@ __all__ = ['CHOICES', 'KLConfig', 'importance_weight', 'credited', 'kl_credit', 
 import math
 import sys
 from dataclasses import asdict, dataclass, replace
+from numbers import Real
 
 import torch
 
@@ -24,7 +25,7 @@ def _validate(config):
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name}={getattr(config, name)!r}: allowed are "
                              f"{', '.join(allowed)}")
-    number = isinstance(config.beta, (int, float)) and not isinstance(config.beta, bool)
+    number = isinstance(config.beta, Real) and not isinstance(config.beta, bool)
     if not number or not 0 <= config.beta <= sys.float_info.max:
         raise ValueError(f"beta={config.beta!r}: a finite number of at least 0 is allowed")
     if config.placement in ("none", "loss") and config.credit != "sequence":
@@ -112,6 +113,10 @@ def _filled(mask, **tensors):
 # %% ../nbs/derivations/02_placement.ipynb #15d3aa6c
 def _used(config, **tensors):
     "Those of the tensors that `config` uses; ValueError if one of them is missing."
+    if not isinstance(config, KLConfig):
+        raise ValueError(f"config={config!r}: a KLConfig is needed")
+    if config.placement == "none":
+        return {}
     use = {"ref_logp": config.estimator != "exact", "token_kl": config.estimator == "exact",
            "behaviour_logp": config.importance != "none"}
     for name, x in tensors.items():
@@ -123,16 +128,21 @@ def _used(config, **tensors):
 def importance_weight(logp, behaviour_logp, importance):
     """Detached weight pi/pi_behaviour of every token, (B, T): its own or its sequence's.
 
-    Both log-probs are (B, T) in nats, 0 where masked. The exponent is capped at half the
-    logarithm of the dtype's largest number (44 in float32), so that the weight is finite.
+    Both log-probs are (B, T) in nats, 0 where masked. The exponent is capped at a quarter of
+    the logarithm of the dtype's largest number (22 in float32), so that the weight times K3
+    is finite. Raises ValueError on another kind of weight.
     """
+    if importance not in CHOICES["importance"][1:]:
+        raise ValueError(f"importance={importance!r}: allowed are token, sequence")
     gap = log_ratio(behaviour_logp.detach(), logp.detach())
     if importance == "sequence":
         gap = gap.sum(-1, keepdim=True).expand_as(gap)
-    return gap.clamp(max=math.log(torch.finfo(gap.dtype).max) / 2).exp()
+    return gap.clamp(max=math.log(torch.finfo(gap.dtype).max) / 4).exp()
 
 def credited(token_kl, credit):
     "What each token's score is multiplied by: (B, T) estimates in, (B, T) sums out, nats."
+    if credit not in CHOICES["credit"]:
+        raise ValueError(f"credit={credit!r}: allowed are {', '.join(CHOICES['credit'])}")
     if credit == "token":
         return token_kl
     if credit == "to_go":
@@ -144,8 +154,13 @@ def _estimates(config, mask, logp, ref_logp=None, token_kl=None, behaviour_logp=
     "The checked tensors that `config` uses, and its estimate of every token, (B, T)."
     x = _filled(mask, logp=logp, **_used(config, ref_logp=ref_logp, token_kl=token_kl,
                                          behaviour_logp=behaviour_logp))
+    if config.placement == "none":
+        return x, x["logp"] * 0
     if (kl := x.get("token_kl")) is None:
         kl = ESTIMATORS[config.estimator](x["logp"], x["ref_logp"].detach())
+    elif config.placement != "reward" and x["logp"].requires_grad and not kl.requires_grad:
+        raise ValueError(f"token_kl has no graph: placement={config.placement!r} "
+                         "differentiates it")
     return x, kl
 
 def kl_credit(logp, ref_logp, mask, config, token_kl=None):
@@ -163,13 +178,18 @@ def kl_terms(logp, ref_logp, mask, config, behaviour_logp=None, token_kl=None, b
     """`kl_surrogate` before its sum over tokens and mean over sequences: (B, T).
 
     A trainer that aggregates in another way starts here. `baseline`: (B, T), detached,
-    subtracted from the credit of each token in the reward.
+    subtracted from the credit of each token in the reward; ValueError where there is none.
     """
     x, kl = _estimates(config, mask, logp, ref_logp, token_kl, behaviour_logp)
-    terms = kl if config.placement in ("loss", "both") else 0
+    terms = torch.zeros_like(kl) if config.placement == "reward" else kl
     if config.placement in ("reward", "both"):
         credit = credited(kl.detach(), config.credit)
-        terms = terms + x["logp"] * (credit if baseline is None else credit - baseline)
+        if baseline is not None:
+            credit = credit - baseline.masked_fill(~mask, 0)
+        terms = terms + x["logp"] * credit
+    elif baseline is not None:
+        raise ValueError(f"baseline is given: placement={config.placement!r} has no credit "
+                         "from which to subtract it")
     if config.importance != "none":
         terms = terms * importance_weight(x["logp"], x["behaviour_logp"], config.importance)
     return terms
@@ -186,7 +206,7 @@ def kl_surrogate(logp, ref_logp, mask, config, behaviour_logp=None, token_kl=Non
     hold. Raises ValueError on wrong shapes, a mask that is not bool, a missing tensor, or a
     number that is not finite where the mask is True.
     """
-    if config.placement == "none":
-        return logp[:0].sum()
+    if isinstance(config, KLConfig) and config.placement == "none":
+        return logp[:0].sum()  # reads nothing, not even the mask
     terms = kl_terms(logp, ref_logp, mask, config, behaviour_logp, token_kl)
     return terms.sum(-1).mean()

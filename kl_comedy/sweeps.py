@@ -10,8 +10,8 @@ import ast
 import hashlib
 import itertools
 import json
-import math
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,8 @@ class Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node, deep=False):
         """The mapping of `node`. Raises SweepError for a key given twice."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value
+                if key.tag != "tag:yaml.org,2002:merge"]
         if twice := {str(key) for key in keys if keys.count(key) > 1}:
             raise SweepError(
                 f"line {node.start_mark.line + 1}: {', '.join(twice)} is given twice"
@@ -56,9 +57,9 @@ def notebook_parameters(path, needed=()):
     Raises SweepError if there is none, or it is not plain, or lacks a `needed` name."""
     try:
         cells = json.loads(Path(path).read_text(encoding="utf-8"))["cells"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise SweepError(f"{path} is not a notebook that can be read: {error}") from None
-    tagged = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
+        tagged = [c for c in cells if "parameters" in c["metadata"].get("tags", [])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SweepError(f"{path} is not a notebook that can be read: {error!r}") from None
     if len(tagged) != 1:
         raise SweepError(
             f"{path} has {len(tagged) or 'no'} cells tagged 'parameters', needs one"
@@ -87,7 +88,7 @@ def fits(value, default):
             fits(v, d) for v in value for d in default[:1]
         )
     if isinstance(default, float):
-        return type(value) in (int, float) and math.isfinite(value)
+        return type(value) in (int, float) and abs(value) <= sys.float_info.max
     return type(value) is type(default)
 
 # %% ../nbs/library/16b_sweeps.ipynb #30bf1a9a
@@ -197,6 +198,9 @@ def plan(sweep, scale):
         del values["run_dir"]
         values = {k: exact_type(v, sweep.defaults[k]) for k, v in values.items()}
         name = run_id(sweep.prefix, values)
+        if len(name) > 150:
+            raise SweepError(f"{where}: the name of a run has {len(name)} characters, 150 "
+                             f"are allowed; shorten the prefix {sweep.prefix[:40]!r}")
         if name in runs:
             raise SweepError(f"{where}: two of its runs are the same, {name}")
         runs[name] = values

@@ -12,6 +12,7 @@ from toy import SWEEP, make_clone, start, wait_for, write_notebook
 
 from kl_comedy import __version__
 from kl_comedy.cli import main
+from kl_comedy.sweeps import load_sweep
 
 COMMAND = Path(sys.executable).with_name("kl_comedy")
 
@@ -89,6 +90,7 @@ def test_requests_that_cannot_be_carried_out(clone, arguments, message, capsys):
     ("rate: 1,", "rate: true,", "rate must be float as its default 0.5 is, got True"),
     ("rate: 1,", "rate: .nan,", "rate must be float as its default 0.5 is, got nan"),
     ("rate: 1,", "rate: 1, rate: 2,", "rate is given twice"),
+    ("rate: 1,", f"rate: {10**400},", "rate must be float as its default 0.5 is, got 1000"),
     ("rate: 1,", "run_dir: here,", "'run_dir' is not a parameter"),
     ("{rate: 1, sleep: 0.02}", "[rate]", "parameters must be dict, got ['rate']"),
     ("seed: [0]", "seed: [0.5]", "seed must be int as its default 0 is, got 0.5"),
@@ -101,6 +103,7 @@ def test_requests_that_cannot_be_carried_out(clone, arguments, message, capsys):
     ("[0, 1, 2]", "[0, 1, 1]", "two of its runs are the same, s1-"),
     ("quick:", "fast:", "'fast' is not a key; the keys are smoke, quick, cpu, paper, bench"),
     ("s{seed}", "s{sed}", "prefix 's{sed}' cannot be filled in from the parameters end, rate"),
+    ("s{seed}", "s" * 300 + "{seed}", "the name of a run has 310 characters, 150 are allowed"),
     ("s{seed}", "{}", "prefix '{}' cannot be filled in"),
     ("s{seed}", "{seed", "prefix '{seed' cannot be filled in"),
     ("scales:", "scales: [", "toy.yaml: while parsing"),
@@ -122,6 +125,29 @@ def test_sweeps_that_are_wrong(clone, old, new, message, capsys):
 def test_notebooks_that_are_wrong(clone, sources, tagged, message, capsys):
     write_notebook(clone / "nbs/train.ipynb", sources, tagged)
     assert message in refused(["reproduce"], capsys)
+
+
+@pytest.mark.parametrize("text", ['{"cells": 5}', '{"cells": [{}]}', '{"cells": [1]}', "[]"])
+def test_what_is_no_notebook(clone, text, capsys):
+    (clone / "nbs/train.ipynb").write_text(text)
+    assert "is not a notebook that can be read" in refused(["reproduce"], capsys)
+
+
+def test_a_merged_mapping_is_yaml_as_written(clone):
+    sweep = load_sweep(clone / "data/sweeps/toy.yaml", clone)
+    same = SWEEP.replace("{rate: 1, sleep: 0.02}", "{<<: {rate: 1}, sleep: 0.02}")
+    (clone / "data/sweeps/toy.yaml").write_text(same)
+    assert load_sweep(clone / "data/sweeps/toy.yaml", clone).parameters == sweep.parameters
+
+
+def test_status_of_nothing_and_of_damage(clone, capsys):
+    assert "is not a folder" in refused(["status", "--runs-dir", "none"], capsys)
+    folder = clone / "runs/toy/s0-00000000"
+    folder.mkdir(parents=True)
+    for name, text in (("params.yaml", "["), ("status.json", "{"), ("metrics.jsonl", "x\ny\n")):
+        (folder / name).write_text(text)
+    assert main(["status"]) == 0
+    assert "damaged" in capsys.readouterr().out
 
 
 def test_outside_a_clone(tmp_path, monkeypatch, capsys):

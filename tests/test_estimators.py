@@ -259,7 +259,7 @@ def test_exact_kl_of_equal_and_of_shifted_logits():
     logits = randn(5, 11, dtype=torch.float32)
     assert exact_kl(logits, logits).abs().max() == 0
     assert exact_kl(logits, logits + 3).abs().max() < 1e-6
-    assert exact_kl(logits, logits.double()).dtype == torch.float32
+    assert exact_kl(logits, logits.double()).dtype == torch.float64
 
 
 def test_exact_kl_keeps_one_number_a_position_for_the_backward_pass():

@@ -223,7 +223,12 @@ def test_equal_policies_have_no_gradient():
     (lambda: PrefixTreePolicy(torch.zeros(12), 2), "logits"),
     (lambda: PrefixTreePolicy(torch.full((4, 3), float("nan")), 2), "non-finite"),
     (lambda: PrefixTreePolicy(torch.full((4, 3), float("inf")), 2), "non-finite"),
-    (lambda: MarkovPolicy(torch.zeros(4, 2), 1, 3), "parameters have shape"),
+    (lambda: PrefixTreePolicy(torch.zeros(0, 3), 1), "logits"),
+    (lambda: PrefixTreePolicy(torch.zeros(4, 3), 20_000), "has more prefixes"),
+    (lambda: MarkovPolicy(torch.zeros(4, 2), 1, 3), "has 3 prefixes"),
+    (lambda: MarkovPolicy(torch.zeros(4, 2), 10_000, 3), "has more prefixes"),
+    (lambda: history_policy([0.0] * 3, -1), "horizon=-1"),
+    (lambda: history_policy([0.0] * 3, "3"), "horizon='3'"),
     (lambda: MarkovPolicy(torch.zeros(3, 2), -1, 3), "order=-1"),
     (lambda: history_policy([0.0, 0.0], 3), "parameters have shape"),
     (lambda: recent_policy([0.0] * 4, 0), "horizon=0"),
@@ -249,6 +254,22 @@ def test_bad_requests_are_refused():
     for n_sequences, n_trials in ((0, 1), (1, 0), (1.5, 1), (True, 1)):
         with pytest.raises(ValueError, match="n_sequences=|n_trials="):
             sample_gradients(policy, ref, KLConfig(), n_sequences, n_trials, 0)
+    for seed in (None, True, -1, 1.5):
+        with pytest.raises(ValueError, match="seed="):
+            sample_gradients(policy, ref, KLConfig(), 2, 2, seed)
+    never = PrefixTreePolicy(policy.parameters.index_put(
+        (torch.tensor(0), torch.tensor(1)), torch.tensor(-800.0, dtype=torch.float64)),
+        policy.horizon)
+    expected_gradient(policy, ref, KLConfig(), never)
+    with pytest.raises(ValueError, match="behaviour gives token 1 in state 0 probability 0"):
+        expected_gradient(policy, ref, KLConfig(importance="token"), never)
+
+
+def test_a_policy_owns_its_parameters():
+    logits = torch.zeros(4, 3, dtype=torch.float64)
+    policy = PrefixTreePolicy(logits, 2)
+    logits += torch.arange(3)
+    assert (policy.parameters == 0).all()
 
 
 def test_statistics_of_a_known_distribution():

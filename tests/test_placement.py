@@ -16,7 +16,14 @@ from kl_comedy.lab import (
     exact_gradient,
     expected_gradient,
 )
-from kl_comedy.placement import CHOICES, KLConfig, credited, importance_weight, kl_surrogate
+from kl_comedy.placement import (
+    CHOICES,
+    KLConfig,
+    credited,
+    importance_weight,
+    kl_surrogate,
+    kl_terms,
+)
 
 
 def allowed(*values):
@@ -160,6 +167,25 @@ def test_importance_weight_is_finite(dtype):
                                           indexing="ij")
     for importance in ("token", "sequence"):
         assert importance_weight(logp, behaviour_logp, importance).isfinite().all()
+
+
+def test_another_credit_or_weight_is_refused():
+    with pytest.raises(ValueError, match="credit='togo'"):
+        credited(torch.zeros(1, 2), "togo")
+    for importance in ("seq", "none"):
+        with pytest.raises(ValueError, match=f"importance='{importance}'"):
+            importance_weight(torch.zeros(1, 2), torch.zeros(1, 2), importance)
+
+
+@pytest.mark.parametrize("importance", ["token", "sequence"])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_weighted_penalty_is_finite(estimator, importance):
+    logp = torch.tensor([[-50.0] + [-0.1] * 600], requires_grad=True)
+    config = KLConfig(estimator, "both", importance=importance)
+    value = kl_surrogate(logp, torch.zeros(1, 601), torch.ones(1, 601, dtype=torch.bool),
+                         config, logp.detach() - torch.tensor([[50.0] + [0.1] * 600]))
+    value.backward()
+    assert value.isfinite() and logp.grad.isfinite().all()
 
 
 # ---- kl_surrogate
@@ -401,6 +427,28 @@ def test_no_penalty_reads_nothing_and_costs_nothing():
 
 
 # ---- bad input
+
+def test_a_config_is_needed():
+    with pytest.raises(ValueError, match="config='k1': a KLConfig is needed"):
+        kl_surrogate(config="k1", **batch())
+
+
+def test_an_exact_kl_without_a_graph_is_refused_in_the_loss():
+    x = batch() | {"token_kl": batch()["token_kl"].detach()}
+    kl_surrogate(config=KLConfig("exact"), **x)
+    with pytest.raises(ValueError, match="token_kl has no graph"):
+        kl_surrogate(config=KLConfig("exact", "loss"), **x)
+
+
+def test_a_baseline_is_masked_and_needs_a_credit():
+    x = batch()
+    baseline = torch.zeros_like(x["ref_logp"]).masked_fill(~x["mask"], math.nan)
+    x = {name: x[name] for name in ("logp", "ref_logp", "mask")}
+    got = kl_terms(config=KLConfig(), baseline=baseline, **x)
+    torch.testing.assert_close(got, kl_terms(config=KLConfig(), **x))
+    with pytest.raises(ValueError, match="baseline is given: placement='loss'"):
+        kl_terms(config=KLConfig("k3", "loss"), baseline=baseline, **x)
+
 
 @pytest.mark.parametrize("config, missing", [
     (KLConfig(), "ref_logp"), (KLConfig("k3", "loss"), "ref_logp"),

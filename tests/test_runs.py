@@ -15,8 +15,8 @@ import pytest
 from toy import SWEEP, TRAIN, kill, make_clone, results, start, wait_for, write_notebook
 
 from kl_comedy.batch import Job, reproduce, run_all, survey
-from kl_comedy.runs import Metrics, Run, collect, read_lines, read_metrics, read_status
-from kl_comedy.sweeps import load_sweep, load_sweeps, plan
+from kl_comedy.runs import Metrics, Run, RunError, collect, read_lines, read_metrics, read_status
+from kl_comedy.sweeps import SweepError, load_sweep, load_sweeps, plan
 
 # --- the files of one run -------------------------------------------------------------------
 
@@ -189,6 +189,32 @@ def test_record_publishes_the_tables(clone, unkilled):
     for name in ("runs", "metrics", "squares"):
         published = (clone / "data/runs/toy" / f"{name}.csv").read_text()
         assert published == (clone / "runs/toy/quick" / f"{name}.csv").read_text()
+
+
+def test_a_record_is_of_one_scale_and_of_nothing_else(clone, unkilled):
+    assert reproduce(clone, "quick", workers=1, record=True)
+    stale = clone / "data/runs/toy/other.csv"
+    stale.write_text("run")
+    with pytest.raises(SweepError, match="holds the record of scale quick: delete it"):
+        reproduce(clone, "smoke", workers=1, record=True)
+    assert reproduce(clone, "quick", workers=1, record=True) and not stale.exists()
+
+
+def test_a_run_that_lost_a_table_is_made_again(clone, unkilled, capsys):
+    next((clone / "runs/toy").glob("s0-*/squares.csv")).unlink()
+    assert reproduce(clone, "quick", workers=1)
+    assert "2 done already, 1 to do" in capsys.readouterr().out
+    assert next((clone / "runs/toy").glob("s0-*/squares.csv")).exists()
+
+
+def test_damage_is_one_line(clone, unkilled):
+    folder = next((clone / "runs/toy").glob("s0-*"))
+    (folder / "params.yaml").unlink()
+    with pytest.raises(RunError, match="params.yaml cannot be read"):
+        reproduce(clone, "quick", workers=1)
+    Run(folder, {"seed": 0})
+    with pytest.raises(RunError, match="holds the run with seed=0, not 1: give another"):
+        Run(folder, {"seed": 1})
 
 
 def test_runs_fail_alone_and_say_why(clone, capsys):
