@@ -141,7 +141,8 @@ def work(model, run, gpu):
 def costs(sweeps, scale, root, gpu=B200):
     """DataFrame of the runs of `sweeps` that need a GPU at `scale`, in rows of equal cost.
 
-    Columns: sweep, model, KL (its placement), steps, runs, memory (GB a GPU), drawn and
+    Columns: sweep, model, KL (its placement), steps, runs, memory (GB a GPU), disk (GB of
+    three checkpoints, while one replaces another: policy and Adam's means), drawn and
     trained (million tokens a run), hours (a run), and all (hours of all its runs).
     """
     rows = []
@@ -152,9 +153,10 @@ def costs(sweeps, scale, root, gpu=B200):
             rows.append({
                 "sweep": sweep.name, "model": run["policy"], "KL": run["placement"],
                 "steps": run["steps"], "memory": sum(memory(model, run, gpu).values()) / 1e9,
+                "disk": 3 * 3 * model.parameters * load_of(run).weight / 1e9,
                 "drawn": done["drawn"] / 1e6, "trained": done["trained"] / 1e6,
                 "hours": done["hours"]})
-    names = ["sweep", "model", "KL", "steps", "memory", "drawn", "trained", "hours"]
+    names = ["sweep", "model", "KL", "steps", "memory", "disk", "drawn", "trained", "hours"]
     table = pd.DataFrame(rows, columns=names).groupby(names, sort=False).size()
     table = table.reset_index(name="runs")
     table["all"] = table.hours * table.runs
@@ -163,7 +165,7 @@ def costs(sweeps, scale, root, gpu=B200):
 # %% ../nbs/library/16d_cost.ipynb #b9929c80
 def show_costs(table, gpu=B200):
     "Print the table of `costs`, its sum, and what it assumes."
-    shown = table.rename(columns={"memory": "GB", "drawn": "M drawn", "trained": "M trained",
+    shown = table.rename(columns={"memory": "GB", "disk": "GB disk", "drawn": "M drawn", "trained": "M trained",
                                   "all": "hours in all"})
     print(shown.to_string(index=False, float_format="{:.0f}".format))
     print(f"{table.runs.sum()} runs, each on one GPU: {table['all'].sum():,.0f} GPU hours, if "
