@@ -173,17 +173,9 @@ def run_all(queue, workers, ended, waiting, devices=()):
 def run_jobs(sweep, scale, runs_dir, threads):
     """The jobs of the runs of `sweep` at `scale`, in order."""
     parent = Path(runs_dir, sweep.name)
-    return [
-        Job(
-            sweep.name,
-            name,
-            sweep.notebook,
-            parent / name,
-            parameters | {"run_dir": str(parent / name)},
-            threads,
-        )
-        for name, parameters in plan(sweep, scale).items()
-    ]
+    return [Job(sweep.name, name, sweep.notebook, parent / name,
+                parameters | {"run_dir": str(parent / name)}, threads)
+            for name, parameters in plan(sweep, scale).items()]
 
 # %% ../nbs/library/16c_batch.ipynb #dd0fcc72
 def gallery_job(sweep, scale, runs_dir, threads):
@@ -368,6 +360,9 @@ def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False, 
         workers = 1 if scale in ("bench", "paper") else min(4, os.cpu_count())
     if workers < 1:
         raise SweepError(f"jobs must be 1 or more, got {workers}")
+    if apart := [s.name for s in sweeps.values() if record and s.gallery != s.drawn_by(scale)]:
+        raise SweepError(f"{', '.join(apart)} cannot be recorded at scale {scale}: the figures "
+                         "read another scale in data/runs")
     devices = plan_gpus(sweeps.values(), scale, root, workers, only)
     if only:
         for sweep in sweeps.values():

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['PROMPT', 'LOST', 'B200', 'H200', 'UTILISATION', 'Model', 'model_of', 'Load', 'load_of', 'memory', 'GPU', 'work',
-           'costs', 'show_costs', 'gpus', 'check_gpus']
+           'check_run', 'costs', 'show_costs', 'gpus', 'check_gpus']
 
 # %% ../nbs/library/16d_cost.ipynb #1f8321c2
 import os
@@ -137,6 +137,27 @@ def work(model, run, gpu):
     return {"drawn": drawn * load.length, "trained": trained * load.length,
             "hours": seconds / UTILISATION / 3600}
 
+# %% ../nbs/library/16d_cost.ipynb #466ee76d
+def check_run(where, run):
+    "SweepError, with the value and what is allowed, on a parameter that cannot be used."
+    def refuse(name, allowed):
+        raise SweepError(f"{where}: {name} must be {allowed}, got {run[name]!r}")
+    for name in ("rows", "draw_rows", "max_length"):
+        if run[name] is not None and (type(run[name]) is not int or run[name] < 1):
+            refuse(name, "1 or more, or null")
+    responses, batch = run["prompts_per_step"] * run["group_size"], run["minibatches"]
+    if responses % (run["rows"] or responses):
+        refuse("rows", f"a divisor of the {responses} responses of a step")
+    for name in ("steps", "save_steps"):
+        if run[name] < 1 or run[name] % batch:
+            refuse(name, f"a positive multiple of minibatches={batch}")
+    if run["dtype"] not in (None, "float32", "bfloat16"):
+        refuse("dtype", "float32, bfloat16 or null")
+    if run["task"] not in (None, "sum", "math"):
+        refuse("task", "sum, math or null")
+    if (run["source"] is not None) != (run["task"] == "math"):
+        refuse("source", "given for the task math, and for no other")
+
 # %% ../nbs/library/16d_cost.ipynb #01a835e4
 def costs(sweeps, scale, root, gpu=B200):
     """DataFrame of the runs of `sweeps` that need a GPU at `scale`, in rows of equal cost.
@@ -148,6 +169,7 @@ def costs(sweeps, scale, root, gpu=B200):
     rows = []
     for sweep in [sweep for sweep in sweeps if sweep.gpus(scale)]:
         for run in plan(sweep, scale).values():
+            check_run(f"{sweep.path.name}: scale {scale}", run)
             model = model_of(run["policy"], root)
             done = work(model, run, gpu)
             rows.append({

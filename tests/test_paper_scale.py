@@ -121,6 +121,8 @@ def test_the_plan_is_printed_and_refused_without_a_gpu(tmp_path, monkeypatch, ca
     assert "GB, and a GPU here has 141" in capsys.readouterr().err
     assert main([*request, "--jobs", "3"]) == 2
     assert "jobs must be at most 2, the GPUs that are here" in capsys.readouterr().err
+    assert main([*request, "--record"]) == 2
+    assert "on_policy cannot be recorded at scale paper" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
 
 
