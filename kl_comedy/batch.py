@@ -236,7 +236,7 @@ def at_work(jobs):
 def plan_gpus(sweeps, scale, root, workers, only):
     """Print what the runs on a GPU cost; returns the GPUs for them, [] if none needs one.
 
-    Raises SweepError when the GPUs that are here cannot make them, unless `only` printing."""
+    Raises SweepError when the GPUs here cannot make them, unless this `only` prints."""
     if not any(sweep.gpus(scale) for sweep in sweeps):
         return []
     from kl_comedy.cost import check_gpus, costs, gpus, show_costs  # seconds, for torch
@@ -347,7 +347,8 @@ def run_sweeps(sweeps, jobs, settings, workers, record_dir, devices):
     return galleries
 
 # %% ../nbs/library/16c_batch.ipynb #0e8c13ea
-def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False, only=False):
+def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False,
+              only=False):
     """Make the runs of the sweeps `names` (if empty, all) at `scale`, then their figures.
 
     Runs that are finished are left as they are. `workers` runs at a time share the cores.
@@ -360,9 +361,10 @@ def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False, 
         workers = 1 if scale in ("bench", "paper") else min(4, os.cpu_count())
     if workers < 1:
         raise SweepError(f"jobs must be 1 or more, got {workers}")
-    if apart := [s.name for s in sweeps.values() if record and s.gallery != s.drawn_by(scale)]:
-        raise SweepError(f"{', '.join(apart)} cannot be recorded at scale {scale}: the figures "
-                         "read another scale in data/runs")
+    other = [s.name for s in sweeps.values() if s.gallery != s.drawn_by(scale)]
+    if record and other:
+        raise SweepError(f"{', '.join(other)} cannot be recorded at scale {scale}: the "
+                         "figures read another scale in data/runs")
     devices = plan_gpus(sweeps.values(), scale, root, workers, only)
     if only:
         for sweep in sweeps.values():

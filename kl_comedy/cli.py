@@ -24,8 +24,8 @@ def add_reproduce(verbs):
                       "cores (default: one a core, at most 4; one for paper and bench)")
     verb.add_argument("--record", action="store_true", help="copy the collected tables to "
                       "data/runs, which the figures read")
-    verb.add_argument("--plan", action="store_true", help="print the runs, and for those on a "
-                      "GPU its memory, the tokens and the hours; start nothing")
+    verb.add_argument("--plan", action="store_true", help="print the runs, and for those "
+                      "on a GPU its memory, tokens and hours; start nothing")
     return verb
 
 # %% ../nbs/library/18_cli.ipynb #912c36d0

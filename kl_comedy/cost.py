@@ -31,7 +31,7 @@ class Model:
 
 @lru_cache(maxsize=None)
 def model_of(policy, root):
-    """The `Model` of a policy: a folder of data/ in `root`, any folder, or an id that is known.
+    """The `Model` of a policy: a folder of data/ in `root`, any folder, or a known id.
 
     Raises SweepError when its configuration is not to be had.
     """
@@ -42,11 +42,12 @@ def model_of(policy, root):
     elif policy in known:
         config = AutoConfig.for_model(**known[policy])
     else:
-        raise SweepError(f"policy {policy!r}: no folder with a config.json, and its size is "
-                         f"not in data/models.yaml, which has: {', '.join(known)}")
+        raise SweepError(f"policy {policy!r}: no folder with a config.json, and its size "
+                         f"is not in data/models.yaml, which has: {', '.join(known)}")
     with torch.device("meta"):
         count = AutoModelForCausalLM.from_config(config).num_parameters()
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = getattr(config, "head_dim", None)
+    width = width or config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * width
     return Model(count, config.num_hidden_layers, config.hidden_size,
                  config.intermediate_size, config.vocab_size, cache)
@@ -110,7 +111,7 @@ def memory(model, run, gpu):
 # %% ../nbs/library/16d_cost.ipynb #7b8c8407
 @dataclass(frozen=True)
 class GPU:
-    "From a data sheet: bytes of memory, operations a second (bfloat16, dense), bytes a second."
+    "From a data sheet: bytes, operations a second (bfloat16, dense), bytes a second."
     name: str
     memory: float
     flops: float
@@ -125,7 +126,8 @@ def work(model, run, gpu):
     load, n = load_of(run), model.parameters
     whole = PROMPT + load.length
     trained = run["steps"] * load.responses
-    problems = load.tested // (run["eval_samples"] * (load.tests - 1) + run["final_samples"])
+    each = run["eval_samples"] * (load.tests - 1) + run["final_samples"]
+    problems = load.tested // each
     base = problems // (1 if run["task"] == "math" else 8) * run["base_samples"]
     drawn = trained + load.tested + base + problems * run["eval_samples"]
     passes = trained * load.passes + 2 * load.tested + base + drawn  # prompts are read, too
@@ -167,14 +169,15 @@ def costs(sweeps, scale, root, gpu=B200):
     trained (million tokens a run), hours (a run), and all (hours of all its runs).
     """
     rows = []
-    for sweep in [sweep for sweep in sweeps if sweep.gpus(scale)]:
-        for run in plan(sweep, scale).values():
+    for sweep in sweeps:
+        for run in plan(sweep, scale).values() if sweep.gpus(scale) else ():
             check_run(f"{sweep.path.name}: scale {scale}", run)
             model = model_of(run["policy"], root)
             done = work(model, run, gpu)
             rows.append({
                 "sweep": sweep.name, "model": run["policy"], "KL": run["placement"],
-                "steps": run["steps"], "memory": sum(memory(model, run, gpu).values()) / 1e9,
+                "steps": run["steps"],
+                "memory": sum(memory(model, run, gpu).values()) / 1e9,
                 "disk": 3 * 3 * model.parameters * load_of(run).weight / 1e9,
                 "drawn": done["drawn"] / 1e6, "trained": done["trained"] / 1e6,
                 "hours": done["hours"]})
@@ -187,13 +190,13 @@ def costs(sweeps, scale, root, gpu=B200):
 # %% ../nbs/library/16d_cost.ipynb #b9929c80
 def show_costs(table, gpu=B200):
     "Print the table of `costs`, its sum, and what it assumes."
-    shown = table.rename(columns={"memory": "GB", "disk": "GB disk", "drawn": "M drawn", "trained": "M trained",
-                                  "all": "hours in all"})
+    shown = table.rename(columns={"memory": "GB", "disk": "GB disk", "drawn": "M drawn",
+                                  "trained": "M trained", "all": "hours in all"})
     print(shown.to_string(index=False, float_format="{:.0f}".format))
-    print(f"{table.runs.sum()} runs, each on one GPU: {table['all'].sum():,.0f} GPU hours, if "
-          f"the GPU is a {gpu.name} ({gpu.memory / 1e9:.0f} GB, {gpu.flops / 1e12:,.0f} TFLOP/s "
-          f"in bfloat16, {gpu.bandwidth / 1e12:g} TB/s) used to {UTILISATION:.0%}, an "
-          f"assumption. M: million tokens a run, at most, with prompts of {PROMPT}.")
+    print(f"{table.runs.sum()} runs, each on one GPU: {table['all'].sum():,.0f} GPU hours, "
+          f"if the GPU is a {gpu.name} ({gpu.memory / 1e9:.0f} GB, {gpu.flops / 1e12:,.0f} "
+          f"TFLOP/s in bfloat16, {gpu.bandwidth / 1e12:g} TB/s) used to {UTILISATION:.0%}, "
+          f"an assumption. M: million tokens a run, at most, with prompts of {PROMPT}.")
 
 # %% ../nbs/library/16d_cost.ipynb #bd38ae6f
 def gpus():
@@ -207,13 +210,13 @@ def check_gpus(table, devices, workers):
     "SweepError unless `devices` can make the runs of `table`, `workers` at a time."
     names = ", ".join(table.sweep.unique())
     if not devices:
-        raise SweepError(f"{names} at this scale: no GPU is here; needed are {workers} with "
-                         f"{table.memory.max():.0f} GB each")
+        raise SweepError(f"{names} at this scale: no GPU is here; needed are {workers} "
+                         f"with {table.memory.max():.0f} GB each")
     if workers > len(devices):
-        raise SweepError(f"jobs must be at most {len(devices)}, the GPUs that are here, for "
-                         f"{names} at this scale, got {workers}")
+        raise SweepError(f"jobs must be at most {len(devices)}, the GPUs that are here, "
+                         f"for {names} at this scale, got {workers}")
     least = min(size for _, size in devices[:workers]) / 1e9
     for row in table[table.memory > least].to_dict("records"):
         raise SweepError(
-            f"{row['sweep']} of {row['model']} needs {row['memory']:.0f} GB, and a GPU here has "
-            f"{least:.0f}: set dtype to bfloat16, rows or draw_rows lower in its sweep")
+            f"{row['sweep']} of {row['model']} needs {row['memory']:.0f} GB, and a GPU "
+            f"here has {least:.0f}: set dtype to bfloat16, rows or draw_rows lower in its sweep")

@@ -20,9 +20,9 @@ from statistics import fmean, stdev
 
 import torch
 from torch.distributions import Categorical
-from transformers import (AutoModelForCausalLM, AutoTokenizer, BatchEncoding, GenerationConfig,
-                          PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config,
-                          Qwen2ForCausalLM, Qwen2Tokenizer)
+from transformers import (AutoModelForCausalLM, AutoTokenizer, BatchEncoding,
+                          GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase,
+                          Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer)
 from trl.data_utils import is_conversational
 
 import kl_comedy
@@ -77,10 +77,10 @@ ROOT = PACKAGE if (PACKAGE / "data").is_dir() else PACKAGE.parent  # a wheel, or
 BASE_POLICIES = (ROOT / "data/base_policy", ROOT / "data/base_policy_1")
 BASE_POLICY = BASE_POLICIES[0]
 
-# %% ../nbs/library/13_policy.ipynb #dfc8f22a
+# %% ../nbs/library/13_policy.ipynb #ca210fde
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-
+# %% ../nbs/library/13_policy.ipynb #dfc8f22a
 def load_policy(path: str | Path = BASE_POLICY, dtype: str = "float32"
                 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, padding on the left.
@@ -127,11 +127,12 @@ def turn_end(tok: PreTrainedTokenizerBase) -> int | None:
     if tok.chat_template is None:
         return None
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    start, whole = (tok.apply_chat_template(
-        part, tokenize=True, return_dict=True, add_generation_prompt=len(part) == 1)["input_ids"]
+    asked, whole = (tok.apply_chat_template(
+        part, tokenize=True, return_dict=True, add_generation_prompt=len(part) == 1)
         for part in (talk[:1], talk))
+    answer = whole["input_ids"][len(asked["input_ids"]):]
     special = {*tok.all_special_ids}
-    return next((i for i in whole[len(start):] if i in special), None)
+    return next((i for i in answer if i in special), None)
 
 
 def end_tokens(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> list[int]:
@@ -234,7 +235,8 @@ def check_request(problems: list[Problem], n_samples: int) -> None:
 # %% ../nbs/library/13_policy.ipynb #f98dad5b
 def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
            problems: list[Problem], n_samples: int, seed: int, temperature: float = 1.0,
-           max_new_tokens: int = MAX_NEW_TOKENS, batch_size: int = BATCH) -> list[list[str]]:
+           max_new_tokens: int = MAX_NEW_TOKENS, batch_size: int = BATCH
+           ) -> list[list[str]]:
     """n_samples completions of each problem, as text; the same ones for the same seed.
 
     A completion has at most max_new_tokens; batch_size of them are drawn at once.
@@ -305,6 +307,7 @@ def evaluate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     rates = [fmean(right[i:i + n_samples]) for i in range(0, len(right), n_samples)]
     return {"pass_at_1": fmean(rates), "pass_rates": rates,
             "pass_at_1_se": stdev(rates) / len(rates)**.5 if len(rates) > 1 else math.nan,
-            "n_problems": len(problems), "n_samples": n_samples, "verdicts": Counter(verdicts),
+            "n_problems": len(problems), "n_samples": n_samples,
+            "verdicts": Counter(verdicts),
             "entropy": sums.pop("entropy") / sums["length"],
             **{name: total / len(asked) for name, total in sums.items()}}

@@ -184,8 +184,8 @@ def combine(where, spec, sweep):
     """All (cell, grid point) pairs of a scale, checked, merged into the shared values."""
     check_keys(where, spec, SCALE_KEYS)
     if spec.get("gpus", 0) not in (0, 1):
-        raise SweepError(f"{where}: gpus must be 0 or 1, got {spec['gpus']!r}: a run is one "
-                         "process, on one GPU")
+        raise SweepError(f"{where}: gpus must be 0 or 1, got {spec['gpus']!r}: a run is "
+                         "one process, on one GPU")
     grid, cells = spec.get("grid", {}), spec.get("cells", [{}])
     shared = spec.get("parameters", {})
     for name, values in [*grid.items(), ("cells", cells)]:

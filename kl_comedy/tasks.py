@@ -378,7 +378,7 @@ def to_dataset(problems: list[Problem]) -> Dataset:
 # %% ../nbs/library/11_tasks.ipynb #8e203eb2
 def reward(prompts: list, completions: list, gold: list[str], task: list[str],
            log_metric: Callable[[str, float], None] | None = None, **_) -> list[float]:
-    """1.0 for every right completion and 0.0 for the others, as TRL calls a reward function.
+    """1.0 for every right completion and 0.0 for the others, called as TRL does.
 
     Prompts and completions are texts, or lists of messages, as the prompts of a task are.
     """
