@@ -2,9 +2,9 @@
 
 # %% auto #0
 __all__ = ['locked', 'Job', 'die_with_parent', 'execute', 'tie_to', 'papermill_error', 'execute_notebook', 'settle', 'run_all',
-           'run_jobs', 'gallery_job', 'duration', 'outcome', 'last_line', 'at_work', 'check_folder', 'check_record',
-           'record_tables', 'close_sweep', 'progress', 'near', 'show_files', 'show_summary', 'run_sweeps', 'reproduce',
-           'survey']
+           'run_jobs', 'gallery_job', 'duration', 'outcome', 'last_line', 'at_work', 'plan_gpus', 'check_folder',
+           'check_record', 'record_tables', 'close_sweep', 'progress', 'near', 'show_files', 'show_summary',
+           'run_sweeps', 'reproduce', 'survey']
 
 # %% ../nbs/library/16c_batch.ipynb #b5956757
 import fcntl
@@ -77,8 +77,12 @@ def die_with_parent():
     os._exit(1)
 
 # %% ../nbs/library/16c_batch.ipynb #5d553f2e
-def execute(job):
-    """Execute `job` in this process, unless it is finished when its folder is free."""
+def execute(job, device=None):
+    """Execute `job` in this process, unless it is finished when its folder is free.
+
+    `device`: the one GPU that it may use, as in CUDA_VISIBLE_DEVICES; None: any."""
+    if device is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = device
     os.setsid()  # Ctrl-C reaches the parent alone
     threading.Thread(target=die_with_parent, daemon=True).start()
     with locked(job.folder, wait=False) as log:
@@ -139,47 +143,41 @@ def settle(job, exitcode):
             write_status(job.folder, "failed", cause=cause)
 
 # %% ../nbs/library/16c_batch.ipynb #ff279b1c
-def run_all(queue, workers, ended, waiting):
+def run_all(queue, workers, ended, waiting, devices=()):
     """Execute the jobs in the list `queue`, `workers` at a time; see above for `ended`.
 
-    `waiting(jobs)` is called every 30 s with those that run now."""
+    `waiting(jobs)` is called every 30 s with those that run now. Each has one of the GPUs
+    `devices` to itself, if there are any: then at least as many as `workers`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["papermill", "kl_comedy.batch"])
-    active = {}
+    active, free = {}, [*devices] or [None] * workers
     try:
         while queue or active:
             while queue and len(active) < workers:
-                job = queue.pop(0)
+                job, device = queue.pop(0), free.pop(0)
                 job.folder.mkdir(parents=True, exist_ok=True)
-                process = context.Process(target=execute, args=(job,))
+                process = context.Process(target=execute, args=(job, device))
                 process.start()
-                active[process.sentinel] = process, job
+                active[process.sentinel] = process, job, device
             finished = multiprocessing.connection.wait(list(active), timeout=30)
-            for process, job in [active.pop(sentinel) for sentinel in finished]:
+            for process, job, device in [active.pop(sentinel) for sentinel in finished]:
                 process.join()
+                free.append(device)
                 settle(job, process.exitcode)
                 queue[:0] = ended(job)
             if not finished:
-                waiting([job for _, job in active.values()])
+                waiting([job for _, job, _ in active.values()])
     finally:
-        for process, _ in active.values():
+        for process, *_ in active.values():
             process.kill()
 
 # %% ../nbs/library/16c_batch.ipynb #4c0e9474
 def run_jobs(sweep, scale, runs_dir, threads):
     """The jobs of the runs of `sweep` at `scale`, in order."""
     parent = Path(runs_dir, sweep.name)
-    return [
-        Job(
-            sweep.name,
-            name,
-            sweep.notebook,
-            parent / name,
-            parameters | {"run_dir": str(parent / name)},
-            threads,
-        )
-        for name, parameters in plan(sweep, scale).items()
-    ]
+    return [Job(sweep.name, name, sweep.notebook, parent / name,
+                parameters | {"run_dir": str(parent / name)}, threads)
+            for name, parameters in plan(sweep, scale).items()]
 
 # %% ../nbs/library/16c_batch.ipynb #dd0fcc72
 def gallery_job(sweep, scale, runs_dir, threads):
@@ -239,6 +237,22 @@ def at_work(jobs):
         words.append(" ".join([job.sweep, job.name, *shown]))
     return "at work: " + "; ".join(words)
 
+# %% ../nbs/library/16c_batch.ipynb #105db80b
+def plan_gpus(sweeps, scale, root, workers, only):
+    """Print what the runs on a GPU cost; returns the GPUs for them, [] if none needs one.
+
+    Raises SweepError when the GPUs here cannot make them, unless this `only` prints."""
+    if not any(sweep.gpus(scale) for sweep in sweeps):
+        return []
+    from kl_comedy.cost import check_gpus, costs, gpus, show_costs  # seconds, for torch
+
+    table = costs(sweeps, scale, root)
+    show_costs(table)
+    devices = [] if only else gpus()
+    if not only:
+        check_gpus(table, devices, workers)
+    return [name for name, _ in devices]
+
 # %% ../nbs/library/16c_batch.ipynb #aeeff17f
 def check_folder(runs_dir):
     """Make the folder `runs_dir`. Raises SweepError if it cannot be written."""
@@ -281,7 +295,7 @@ def close_sweep(sweep, jobs, settings, record_dir):
     tables = collect([job.folder for job in jobs], runs_dir / sweep.name / scale, scale)
     if record_dir:
         record_tables(tables, record_dir / sweep.name)
-    if not sweep.gallery or (job := gallery_job(sweep, *settings)).is_finished:
+    if not sweep.drawn_by(scale) or (job := gallery_job(sweep, *settings)).is_finished:
         return []
     return [job]
 
@@ -324,7 +338,7 @@ def show_summary(jobs):
               f"       see {near(job.folder / 'run.ipynb')}")
 
 # %% ../nbs/library/16c_batch.ipynb #f58fc8dd
-def run_sweeps(sweeps, jobs, settings, workers, record_dir):
+def run_sweeps(sweeps, jobs, settings, workers, record_dir, devices):
     """Execute the unfinished of `jobs`, and the galleries; returns the gallery jobs."""
     todo = {name: [j for j in jobs[name] if not j.is_finished] for name in jobs}
     started, total, galleries = time.monotonic(), sum(map(len, todo.values())), []
@@ -345,15 +359,17 @@ def run_sweeps(sweeps, jobs, settings, workers, record_dir):
         return close(job.sweep) if not (todo[job.sweep] or job.inputs) else []
 
     queue = [job for name in todo for job in todo[name] or close(name)]
-    run_all(queue, workers, ended, lambda active: say(at_work(active)))
+    run_all(queue, workers, ended, lambda active: say(at_work(active)), devices)
     return galleries
 
 # %% ../nbs/library/16c_batch.ipynb #0e8c13ea
-def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False):
+def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False,
+              only=False):
     """Make the runs of the sweeps `names` (if empty, all) at `scale`, then their figures.
 
     Runs that are finished are left as they are. `workers` runs at a time share the cores.
-    With `record` the tables are copied to data/runs. Returns True if nothing failed.
+    With `record` the tables are copied to data/runs. With `only` the plan is printed, and
+    that is all. Returns True if nothing failed.
     Raises SweepError before any work if the request cannot be carried out."""
     sweeps = {sweep.name: sweep for sweep in load_sweeps(root, scale, names)}
     runs_dir = Path(runs_dir or Path(root, "runs")).resolve()
@@ -361,6 +377,15 @@ def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False):
         workers = 1 if scale in ("bench", "paper") else min(4, os.cpu_count())
     if workers < 1:
         raise SweepError(f"jobs must be 1 or more, got {workers}")
+    other = [s.name for s in sweeps.values() if s.gallery != s.drawn_by(scale)]
+    if record and other:
+        raise SweepError(f"{', '.join(other)} cannot be recorded at scale {scale}: the "
+                         "figures read another scale in data/runs")
+    devices = plan_gpus(sweeps.values(), scale, root, workers, only)
+    if only:
+        for sweep in sweeps.values():
+            print(f"{sweep.name}: {len(plan(sweep, scale))} runs at scale {scale}")
+        return True
     check_folder(runs_dir)
     settings = scale, runs_dir, max(1, os.cpu_count() // workers)
     record_dir = Path(root, "data", "runs") if record else None
@@ -373,7 +398,7 @@ def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False):
     done = sum(job.is_finished for job in runs)
     print(f"{len(runs)} runs of {', '.join(sweeps)} at scale {scale}: {done} done already, "
           f"{len(runs) - done} to do, {workers} at a time", flush=True)
-    galleries = run_sweeps(sweeps, jobs, settings, workers, record_dir)
+    galleries = run_sweeps(sweeps, jobs, settings, workers, record_dir, devices)
     show_summary(runs + galleries)
     show_files(sweeps.values(), scale, runs_dir, record_dir)
     return all(job.is_finished for job in runs + galleries)

@@ -25,6 +25,8 @@ def add_reproduce(verbs):
                       "cores (default: one a core, at most 4; one for paper and bench)")
     verb.add_argument("--record", action="store_true", help="copy the collected tables to "
                       "data/runs, which the figures read")
+    verb.add_argument("--plan", action="store_true", help="print the runs, and for those "
+                      "on a GPU its memory, tokens and hours; start nothing")
     return verb
 
 # %% ../nbs/library/18_cli.ipynb #912c36d0
@@ -92,7 +94,8 @@ def run_verb(args):
     if args.verb == "claims":
         show_claims(root, args.runs_dir, args.claim)
         return 0
-    ok = reproduce(root, args.scale, args.sweep, args.runs_dir, args.jobs, args.record)
+    ok = reproduce(root, args.scale, args.sweep, args.runs_dir, args.jobs, args.record,
+                   args.plan)
     return 0 if ok else 1
 
 # %% ../nbs/library/18_cli.ipynb #1b4a05d0

@@ -117,7 +117,8 @@ KEYS = {
     "order": int,
     "parameters": dict,
 }
-SCALE_KEYS = {"parameters": dict, "grid": dict, "cells": list}
+SCALE_KEYS = {"parameters": dict, "grid": dict, "cells": list, "gpus": int,
+              "figures": bool}
 
 # %% ../nbs/library/16b_sweeps.ipynb #e2b8e583
 @dataclass(frozen=True)
@@ -138,6 +139,14 @@ class Sweep:
     def name(self):
         """The name of the file without its ending."""
         return self.path.stem
+
+    def gpus(self, scale):
+        """How many GPUs a run of `scale` needs: 0 or 1."""
+        return self.scales[scale].get("gpus", 0)
+
+    def drawn_by(self, scale):
+        """The gallery notebook that draws the runs of `scale`; None for tables alone."""
+        return self.gallery if self.scales[scale].get("figures", True) else None
 
 # %% ../nbs/library/16b_sweeps.ipynb #fe6be766
 def check_keys(where, mapping, allowed, needed=()):
@@ -165,15 +174,19 @@ def exact_type(value, default):
 
 
 def run_id(prefix, parameters):
-    """The `prefix` filled in, and 8 hexadecimal digits of the parameters' hash."""
+    """The `prefix` filled in, and 8 hexadecimal digits of the hash of what is not None."""
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", prefix.format(**parameters))
-    text = json.dumps(parameters, sort_keys=True)
+    given = {name: value for name, value in parameters.items() if value is not None}
+    text = json.dumps(given, sort_keys=True)
     return f"{slug}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 # %% ../nbs/library/16b_sweeps.ipynb #035ad099
 def combine(where, spec, sweep):
     """All (cell, grid point) pairs of a scale, checked, merged into the shared values."""
     check_keys(where, spec, SCALE_KEYS)
+    if spec.get("gpus", 0) not in (0, 1):
+        raise SweepError(f"{where}: gpus must be 0 or 1, got {spec['gpus']!r}: a run is "
+                         "one process, on one GPU")
     grid, cells = spec.get("grid", {}), spec.get("cells", [{}])
     shared = spec.get("parameters", {})
     for name, values in [*grid.items(), ("cells", cells)]:

@@ -8,8 +8,9 @@ __all__ = ['PAIRS', 'OPERATIONS', 'MAX_EXPRESSION', 'CHAINS', 'DIGITS', 'TASKS',
            'backward_demonstration', 'takes_numbers_backward', 'wrap_problem', 'wrap_demonstration', 'sort_problem',
            'reverse_problem', 'add_problem', 'subtract_problem', 'digits_demonstration', 'is_gold', 'tree_value',
            'evaluate_expression', 'combine', 'expressions', 'countdown_problems', 'countdown_problem',
-           'countdown_demonstration', 'last_attempt_hits', 'task_named', 'demonstration', 'math_verifier', 'is_correct',
-           'split_size', 'split_index', 'loaded', 'problems', 'to_dataset', 'math_rewards', 'reward']
+           'countdown_demonstration', 'last_attempt_hits', 'task_named', 'demonstration', 'math_verifier',
+           'check_answers', 'is_correct', 'split_size', 'split_index', 'loaded', 'n_problems', 'problems', 'stream',
+           'to_dataset', 'reward']
 
 # %% ../nbs/library/11_tasks.ipynb #f56dbd22
 import ast
@@ -276,20 +277,32 @@ def demonstration(problem: Problem, rng: Random, noise: float | None = None) -> 
     task = task_named(problem.task)
     return task.demonstrate(problem, rng, task.noise if noise is None else noise)
 
-# %% ../nbs/library/11_tasks.ipynb #e00d0ae6
+# %% ../nbs/library/11_tasks.ipynb #30e55c14
 @lru_cache(maxsize=1)
 def math_verifier() -> Verifier:
     "The verifier of `math` in this process; its `counts` say what could not be decided."
     return Verifier()
 
 
+def check_answers(problems: list[Problem], completions: list[str]) -> list[str]:
+    """The verdict on a completion of each problem: `right` or `wrong`.
+
+    Of `math` also `no box`, `timeout` and `error`. A completion is the text after the
+    prompt, without special tokens. TypeError when one is no string.
+    """
+    if odd := [type(text).__name__ for text in completions if not isinstance(text, str)]:
+        raise TypeError(f"completion must be a string, got {odd[0]}")
+    pairs = list(zip(problems, completions, strict=True))
+    hard = [(problem.gold, text) for problem, text in pairs if problem.task == MATH]
+    found = iter(math_verifier().check(*map(list, zip(*hard))) if hard else [])
+    return [next(found) if problem.task == MATH
+            else "right" if task_named(problem.task).verify(problem, text) else "wrong"
+            for problem, text in pairs]
+
+
 def is_correct(problem: Problem, completion: str) -> bool:
     "Whether `completion`, the text after the prompt without special tokens, is right."
-    if not isinstance(completion, str):
-        raise TypeError(f"completion must be a string, got {type(completion).__name__}")
-    if problem.task == MATH:
-        return math_verifier().check([problem.gold], [completion]) == ["right"]
-    return task_named(problem.task).verify(problem, completion)
+    return check_answers([problem], [completion]) == ["right"]
 
 # %% ../nbs/library/11_tasks.ipynb #67c421db
 SPLITS = ("train", "test")
@@ -306,12 +319,26 @@ def split_index(split: str, k: int) -> int:
     held_out = hashlib.sha256(str(block).encode()).digest()[0] % 5
     return 5 * block + (held_out if split == "test" else (held_out + 1 + k % 4) % 5)
 
-# %% ../nbs/library/11_tasks.ipynb #e4241891
+# %% ../nbs/library/11_tasks.ipynb #40928bf5
 @lru_cache(maxsize=4)  # reading thousands of problems takes seconds
 def loaded(source: str, split: str) -> list[Problem]:
     "The problems of MATH in a split, read once from `source`."
     return load_math(source, split)
 
+
+def n_problems(task: str, split: str, source: str | Path | None = None) -> int:
+    """How many problems of a task there are in a split; of MATH, in its `source`.
+
+    Raises ValueError for an unknown task or split, and for MATH without a source.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    if (task == MATH) != (source is not None):
+        raise ValueError(f"the task {MATH} needs a source, and no other task has one: got "
+                         f"task {task!r} and source {source!r}")
+    if source is not None:
+        return len(loaded(str(source), split))
+    return split_size(task_named(task), split)
 
 
 def problems(task: str, split: str, n: int, seed: int = 0,
@@ -321,19 +348,26 @@ def problems(task: str, split: str, n: int, seed: int = 0,
     `source`: where MATH is read from, for the task `math` and no other. Raises ValueError
     for an unknown task or split, and when n is not from 1 to the number of problems.
     """
-    if split not in SPLITS:
-        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
-    if (task == MATH) != (source is not None):
-        raise ValueError(f"the task {MATH} needs a source, and no other task has one: got "
-                         f"task {task!r} and source {source!r}")
-    size = split_size(task_named(task), split) if source is None \
-        else len(loaded(source, split))
+    size = n_problems(task, split, source)
     if not isinstance(n, int) or not 1 <= n <= size:
         raise ValueError(f"n must be from 1 to {size:,} ({task}, {split}), got {n!r}")
     drawn = Random(f"{task}/{split}/{seed}").sample(range(size), n)
     if source is not None:
-        return [loaded(source, split)[k] for k in drawn]
+        return [loaded(str(source), split)[k] for k in drawn]
     return [TASKS[task].problem(split_index(split, k)) for k in drawn]
+
+# %% ../nbs/library/11_tasks.ipynb #eb417f4c
+def stream(task: str, split: str, n: int, seed: int = 0, source: str | Path | None = None
+           ) -> list[Problem]:
+    """n problems in the order of training: all of the split before any comes again.
+
+    As `problems(task, split, n, seed, source)` while n is not above their number.
+    """
+    size, found = n_problems(task, split, source), []
+    while len(found) < max(n, 1):
+        part, pass_ = min(size, n - len(found)), len(found) // size
+        found += problems(task, split, part, f"{seed}/{pass_}" if pass_ else seed, source)
+    return found
 
 # %% ../nbs/library/11_tasks.ipynb #4e106589
 def to_dataset(problems: list[Problem]) -> Dataset:
@@ -341,24 +375,18 @@ def to_dataset(problems: list[Problem]) -> Dataset:
     return Dataset.from_dict({column: [getattr(problem, column) for problem in problems]
                               for column in ("prompt", "gold", "task")})
 
-# %% ../nbs/library/11_tasks.ipynb #b82c88d8
-def math_rewards(completions: list[str | list[dict[str, str]]], gold: list[str],
-                 log_metric: Callable[[str, float], None] | None = None) -> list[float]:
-    "1.0 for every completion, text or messages, that math_verifier finds right, else 0.0."
-    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
-    verdicts = math_verifier().check(gold, texts)
-    for verdict in ("no box", "timeout", "error"):
-        if log_metric and verdicts:
-            log_metric(f"math/{verdict}", verdicts.count(verdict) / len(verdicts))
-    return [float(verdict == "right") for verdict in verdicts]
-
-
-def reward(prompts: list[str], completions: list[str], gold: list[str], task: list[str],
+# %% ../nbs/library/11_tasks.ipynb #8e203eb2
+def reward(prompts: list, completions: list, gold: list[str], task: list[str],
            log_metric: Callable[[str, float], None] | None = None, **_) -> list[float]:
-    "1.0 for every right completion and 0.0 for the others, as TRL calls a reward function."
-    rows = list(zip(task, prompts, gold, completions, strict=True))
-    rest = iter(math_rewards([row[3] for row in rows if row[0] == MATH],
-                             [row[2] for row in rows if row[0] == MATH], log_metric))
-    return [next(rest) if name == MATH
-            else float(is_correct(Problem(name, prompt, answer), completion))
-            for name, prompt, answer, completion in rows]
+    """1.0 for every right completion and 0.0 for the others, called as TRL does.
+
+    Prompts and completions are texts, or lists of messages, as the prompts of a task are.
+    """
+    asked = [Problem(*row) for row in zip(task, prompts, gold, strict=True)]
+    texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
+    verdicts = check_answers(asked, texts)
+    hard = [verdict for name, verdict in zip(task, verdicts) if name == MATH]
+    for verdict in ("no box", "timeout", "error"):
+        if log_metric and hard:
+            log_metric(f"math/{verdict}", hard.count(verdict) / len(hard))
+    return [float(verdict == "right") for verdict in verdicts]
