@@ -47,7 +47,8 @@ def gradient_variance(policy, ref, config, behaviour=None, leave_one_out=None):
     The mean over n sequences has 1/n of it. `leave_one_out`: the size (2 or more) of a group
     in which the other members' mean credit is subtracted from each score's. Cost O(horizon x
     states x V x parameters), and horizon times that with the baseline. Raises ValueError if the
-    policies have different states, or on a baseline that would add bias or could not act.
+    policies have different states, on a baseline with `behaviour`, which is not implemented,
+    and on one that could not act.
     """
     _check_group(leave_one_out, config, behaviour)
     terms = Terms(policy, ref, config, behaviour)
@@ -71,14 +72,14 @@ def gradient_variance(policy, ref, config, behaviour=None, leave_one_out=None):
 
 # %% ../nbs/derivations/07_variance.ipynb #06e20dbe
 def _check_group(size, config, behaviour):
-    "Refuse a leave-one-out baseline that adds bias or has nothing to act on."
+    "Refuse a leave-one-out baseline that is not implemented or has nothing to act on."
     if size is None:
         return
     if isinstance(size, bool) or not isinstance(size, int) or size < 2:
         raise ValueError(f"leave_one_out={size!r}: a group size of at least 2 is allowed")
     if behaviour is not None:
-        raise ValueError(f"leave_one_out={size}: only on-policy (behaviour=None), where scores "
-                         "average to zero, does a baseline leave the expectation alone")
+        raise ValueError(f"leave_one_out={size}: implemented on-policy only, behaviour=None is "
+                         "needed")
     if config.placement not in ("reward", "both"):
         raise ValueError(f"leave_one_out={size}: placement={config.placement!r} has no estimate "
                          "in the reward to subtract a baseline from")
@@ -130,9 +131,14 @@ def sampled_statistics(gradients, exact):
 
     Returns floats: `bias`, the norm of mean minus exact, with `bias_low` and `bias_high`, a 95%
     interval of the true norm that reaches 0 for an unbiased estimator; `std`, the root of the
-    summed variances; `cosine` to `exact`, the mean over trials, and its standard error
-    `cosine_se`. Norms are relative to the norm of `exact`.
+    summed variances, and its standard error `std_se`; `cosine` to `exact`, the mean over trials,
+    and its standard error `cosine_se`. Norms are relative to the norm of `exact`. Raises
+    ValueError on fewer than 2 trials and on an `exact` that is zero.
     """
+    if len(gradients) < 2:
+        raise ValueError(f"gradients hold {len(gradients)} trials: at least 2 are needed")
+    if not exact.norm() > 0:
+        raise ValueError("exact is zero: norms relative to it have no meaning")
     error = (gradients - exact).flatten(1) / exact.norm()
     n, mean, cov = len(error), error.mean(0), torch.atleast_2d(error.T.cov())
     square, noise = mean.square().sum() - cov.trace() / n, cov.square().sum() / n**2
@@ -140,6 +146,8 @@ def sampled_statistics(gradients, exact):
     se = (4 * along + 2 * noise).sqrt()
     low, high = ((square + z * se).clamp(min=0).sqrt() for z in (-1.96, 1.96))
     cosine = torch.cosine_similarity(gradients.flatten(1), exact.flatten()[None])
+    total = cov.trace().clamp(min=torch.finfo(cov.dtype).tiny)  # no spread has no error
+    std_se = (cov.square().sum() / (2 * (n - 1) * total)).sqrt()
     values = {"bias": mean.norm(), "bias_low": low, "bias_high": high, "std": cov.trace().sqrt(),
-              "cosine": cosine.mean(), "cosine_se": cosine.std() / n**0.5}
+              "std_se": std_se, "cosine": cosine.mean(), "cosine_se": cosine.std() / n**0.5}
     return {name: value.item() for name, value in values.items()}

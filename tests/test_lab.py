@@ -281,5 +281,16 @@ def test_statistics_of_a_known_distribution():
     assert found["bias"] == pytest.approx(0.1, rel=0.02)
     assert found["bias_low"] < 0.1 < found["bias_high"]
     assert found["std"] == pytest.approx(0.1 * 2**0.5 / 5, rel=0.02)
-    assert sampled_statistics(exact + 0.1 * noise, exact)["bias_low"] == 0
     assert found["cosine"] == pytest.approx(0.997, abs=0.002)
+    assert found["std_se"] == pytest.approx(0.1 * 2**0.5 / 5 / (4 * 19_999)**0.5, rel=0.02)
+    assert sampled_statistics(exact + 0.1 * noise, exact)["bias_low"] == 0
+    assert sampled_statistics(exact.expand(3, 2), exact)["std_se"] == 0
+
+
+@pytest.mark.parametrize("trials", [0, 1])
+def test_statistics_need_two_trials_and_a_gradient(trials):
+    exact = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    with pytest.raises(ValueError, match=f"gradients hold {trials} trials"):
+        sampled_statistics(exact.expand(trials, 2), exact)
+    with pytest.raises(ValueError, match="exact is zero"):
+        sampled_statistics(exact.expand(3, 2), 0 * exact)

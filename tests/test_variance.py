@@ -1,6 +1,8 @@
-"""The exact variance with a leave-one-out baseline against enumeration of whole groups."""
+"""The exact variance with a baseline against enumeration of groups, and what is refused."""
 import itertools
+from pathlib import Path
 
+import nbformat
 import pytest
 import torch
 
@@ -15,6 +17,8 @@ from kl_comedy.lab import (
 )
 from kl_comedy.placement import KLConfig, credited
 from kl_comedy.variance import gradient_variance
+
+EXPERIMENT = Path(__file__).parents[1] / "nbs/experiments/24_gradients.ipynb"
 
 
 def policies(kind):
@@ -77,10 +81,26 @@ def test_bad_group_sizes_are_refused(size):
         gradient_variance(policy, ref, KLConfig(), leave_one_out=size)
 
 
-def test_a_baseline_that_biases_or_cannot_act_is_refused():
+def test_a_baseline_that_is_not_implemented_or_cannot_act_is_refused():
     policy, ref = policies("tree")
     with pytest.raises(ValueError, match="on-policy"):
         gradient_variance(policy, ref, KLConfig(), behaviour=ref, leave_one_out=2)
     for config in (KLConfig("k3", "loss"), KLConfig(placement="none")):
         with pytest.raises(ValueError, match="placement="):
             gradient_variance(policy, ref, config, leave_one_out=2)
+
+
+@pytest.mark.parametrize("changed, message", [
+    ({"n_trials": 1}, "n_trials=1: 0, for exact results only, or at least 2 are needed"),
+    ({"ref_weights": [0.2, 0.3, 0.5]}, "the policy is its reference")])
+def test_an_experiment_that_could_not_be_judged_is_refused_before_it_starts(
+        changed, message, tmp_path):
+    "The cells of the notebook in order, with the parameters as papermill puts them in."
+    names, folder = {}, tmp_path / "run"
+    with pytest.raises(ValueError, match=message):
+        for cell in nbformat.read(EXPERIMENT, as_version=4).cells:
+            if cell.cell_type == "code":
+                exec(cell.source, names)
+            if "parameters" in cell.metadata.get("tags", ()):
+                names |= {"run_dir": str(folder)} | changed
+    assert not folder.exists()
