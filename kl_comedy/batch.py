@@ -26,6 +26,7 @@ import pandas as pd
 import kl_comedy
 from kl_comedy.runs import (
     FINISHED,
+    RESERVED,
     RunError,
     collect,
     read_lines,
@@ -208,7 +209,7 @@ def outcome(job):
     status = read_status(job.folder)
     summary = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
                for name, value in status.items()
-               if name not in ("state", "version", "seconds", "inputs", "cause")]
+               if name not in RESERVED | {"cause"}]
     took = [duration(status["seconds"])] if "seconds" in status else []
     words = [status["state"], *took, *summary[:4], status.get("cause", "")]
     return f"{job.sweep}  {job.name}  " + "  ".join(word for word in words if word)
@@ -331,7 +332,8 @@ def show_files(sweeps, scale, runs_dir, record_dir):
 def show_summary(jobs):
     """Print a table of the runs, and each failure with its cause and its notebook."""
     rows = [{"sweep": job.sweep, "run": job.name} | read_status(job.folder) for job in jobs]
-    table = pd.DataFrame(rows).drop(columns=["version", "cause", "inputs"], errors="ignore")
+    table = pd.DataFrame(rows).drop(
+        columns=["version", "cause", "inputs", "tables"], errors="ignore")
     print(table.to_string(index=False, na_rep="", float_format="{:.4g}".format))
     for job in [job for job in jobs if not job.is_finished]:
         print(f"FAILED {job.sweep}/{job.name}: {read_status(job.folder).get('cause')}\n"
