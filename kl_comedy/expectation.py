@@ -18,8 +18,8 @@ AGGREGATIONS = {"mean over sequences": lambda mask: mask.shape[0],
                 "mean over padded positions": lambda mask: mask.numel(),
                 "sum over sequences": lambda mask: 1}
 SAME = 1e-5     # of the largest gradient: a loss may compute in float32
-DRAWN = 2000    # groups drawn where they cannot be listed, and batches of `BATCH` sequences
-BATCH = 64
+DRAWN = 2000    # groups drawn where they cannot be listed, and eight times the batches
+BATCH = 64      # sequences in a batch that is drawn
 
 def _batches_of(units, group_size):
     "The same units among other companions: which of them, and how wide the batch is."
@@ -121,7 +121,7 @@ def expect(surrogate, toy, group_size=2):
         else _draw(toy, DRAWN, group_size)
     if found := separate(surrogate, toy, groups, group_size):
         return _of_units(toy, groups, *found, "group", listed)
-    rows = _draw(toy, DRAWN // 4, -(-BATCH // group_size) * group_size)
+    rows = _draw(toy, DRAWN // 8, -(-BATCH // group_size) * group_size)
     values = torch.stack([sequence_gradients(surrogate, toy, r, group_size)[0].sum(0)
                           for r in rows])
     mean, noise = _regressed(values, _counts(rows, toy))

@@ -126,11 +126,11 @@ def trainer_loss(trainer_class, config_class, kl=None, group_size=2, **settings)
 
 # %% ../nbs/library/10e_trainer_audit.ipynb #991f3676
 def audit_trainer(trainer_class, config_class, *, beta=0.5, group_size=2, staleness=0.1,
-                  kl=None, **settings):
+                  kl=None, skip=("padding", "shapes"), **settings):
     """The `Report` of a trainer's KL: TRL's own with `beta`, or ours with `kl`, a KLConfig.
 
-    `settings`: of `config_class`. Raises ValueError on arguments out of range, and what the
-    trainer raises when it is built.
+    `settings`: of `config_class`. `skip`: as in `audit`. Raises ValueError on arguments out
+    of range, and what the trainer raises when it is built.
     """
     pair = [{"kl": kl}, {"kl": type(kl)(placement="none", beta=0)}] if kl is not None else \
         [{"beta": beta}, {"beta": 0.0}]
@@ -138,4 +138,4 @@ def audit_trainer(trainer_class, config_class, *, beta=0.5, group_size=2, stalen
                                      **settings | extra) for extra in pair)
     return audit(lambda batch: with_kl(batch) - without(batch),
                  beta=beta if kl is None else kl.beta, group_size=group_size,
-                 staleness=staleness, skip=("padding", "shapes"))
+                 staleness=staleness, skip=skip)

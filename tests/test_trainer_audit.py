@@ -3,9 +3,10 @@
 import pytest
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
+from kl_comedy.audit import PROBES
 from kl_comedy.placement import KLConfig
 from kl_comedy.trainer import KLGRPOTrainer, KLRLOOTrainer, objective
-from kl_comedy.trainer_audit import audit_trainer
+from kl_comedy.trainer_audit import audit_trainer as audit_whole
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EACH = ", averaged over each response's tokens"
@@ -14,6 +15,11 @@ OURS = [
     KLConfig("k1", "loss", 0.5), KLConfig("k2", "loss", 0.5),
     KLConfig("exact", "both", 0.5, "to_go"), KLConfig("k3", "both", 0.5, "token", "token"),
 ]  # fmt: skip
+
+
+def audit_trainer(trainer, config, **settings):
+    """Without the probes, which take most of the time and are tested on functions."""
+    return audit_whole(trainer, config, skip=tuple(PROBES), **settings)
 
 
 @pytest.mark.parametrize("kind", ["rloo", "grpo"])
