@@ -60,7 +60,7 @@ def from_dict(values):
 MEANING = {
     "sequence reverse KL": "the gradient of the KL divergence: unbiased",
     "token reverse KL": "blind to where a token leads: biased, and more with length",
-    "token forward KL": "another divergence, token by token: biased, and more with length",
+    "token forward KL": "another divergence, token by token: biased at any length",
     "sequence forward KL": "the opposite direction of the KL divergence",
     "zero": "zero in expectation: it adds noise and holds nothing",
     "no gradient": "no gradient at all: nothing depends on the policy",
