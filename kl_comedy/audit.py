@@ -96,7 +96,7 @@ def _bias(judged):
 def _verdict(on, off, staleness):
     "One line: what it is, what that means, bias, variance, aggregation; then off-policy."
     return (f"{_strength(on)}{on.objective} ({_meaning(on)}){_bias(on)}, "
-            f"{on.variance:.2g} times the least variance, {on.aggregation}; "
+            f"{on.variance:.2g} times the least unbiased variance, {on.aggregation}; "
             f"{staleness:g} nats off-policy: {_strength(off)}{off.objective}{_bias(off)}")
 
 # %% ../nbs/library/10d_audit.ipynb #8b245c4c
