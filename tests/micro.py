@@ -8,14 +8,15 @@ import itertools
 from collections import defaultdict
 
 import torch
-from datasets import Dataset
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from trl import GRPOConfig, RLOOConfig
 
 from kl_comedy.lab import PrefixTreePolicy
 from kl_comedy.placement import KLConfig
 from kl_comedy.trainer import KLGRPOTrainer, KLRLOOTrainer
+from kl_comedy.trainer_audit import micro_model as model  # noqa: F401
+from kl_comedy.trainer_audit import micro_tokenizer as tokenizer
+from kl_comedy.trainer_audit import micro_trainer, respond
 
 END, V, LENGTH, PROMPT = 0, 3, 3, "ab"
 RESPONSES = [r for n in range(1, LENGTH + 1) for r in itertools.product(range(V), repeat=n)
@@ -42,25 +43,6 @@ def whole_precision(monkeypatch):
     monkeypatch.setattr(Qwen2RMSNorm, "forward", forward)
 
 
-def tokenizer():
-    return Qwen2Tokenizer(
-        vocab={"<eos>": END, "a": 1, "b": 2}, merges=[], unk_token=None,
-        pad_token="<eos>", eos_token="<eos>", padding_side="left",
-    )  # fmt: skip
-
-
-def model(seed, dtype=torch.float64):
-    config = Qwen2Config(
-        vocab_size=V, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, intermediate_size=8, tie_word_embeddings=False,
-        initializer_range=0.6, max_position_embeddings=16, bos_token_id=None,
-        eos_token_id=END, pad_token_id=END,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return Qwen2ForCausalLM(config).to(dtype)
-
-
 def reward(completion_ids, **_):
     """Deterministic, different for most responses, 0 to 1; exact in float32, as TRL keeps it."""
     return [sum((2 + t) * token for t, token in enumerate(ids)) % 8 / 8 for ids in completion_ids]
@@ -68,36 +50,20 @@ def reward(completion_ids, **_):
 
 def trainer(kind, kl, folder, policy_seed=1, dtype=torch.float64, trainer_class=None, **settings):
     """A trainer of the policy `policy_seed` against the reference of seed 0, in `folder`."""
-    if not (folder / "reference").exists():
-        model(0, dtype).save_pretrained(folder / "reference")
-    policy = Qwen2ForCausalLM.from_pretrained(folder / "reference", dtype=dtype)
-    policy.load_state_dict(model(policy_seed, dtype).state_dict())
     config, ours = {"rloo": (RLOOConfig, KLRLOOTrainer), "grpo": (GRPOConfig, KLGRPOTrainer)}[kind]
     if kind == "grpo":
         settings = {"loss_type": "luspo", "scale_rewards": "none"} | settings
-    settings = {"num_generations": 2, "per_device_train_batch_size": 2} | settings
-    args = config(
-        str(folder / "out"), max_completion_length=LENGTH, bf16=False, report_to="none",
-        max_steps=1, dataloader_pin_memory=False, disable_tqdm=True, **settings,
+    settings = {"num_generations": 2, "per_device_train_batch_size": 2,
+                "max_completion_length": LENGTH} | settings  # fmt: skip
+    return micro_trainer(
+        trainer_class or ours, config, reward, folder, policy_seed, dtype,
+        None if trainer_class else kl, **settings,
     )  # fmt: skip
-    extra = {} if trainer_class else {"kl": kl}
-    built = (trainer_class or ours)(
-        policy, reward, args, Dataset.from_dict({"prompt": [PROMPT] * 64}),
-        processing_class=tokenizer(), **extra,
-    )  # fmt: skip
-    built.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-    built.started = True  # the policy is not its reference, and the guard is tested elsewhere
-    built.model.train()
-    return built
 
 
 def answer(built, responses, prompts=None):
     """The batch that the trainer makes of these responses, through TRL's own scoring."""
-    pair = isinstance(built.args, GRPOConfig)
-    ids = [list(r) for r in responses]
-    built._generate_single_turn = lambda *_, **__: (ids, None) if pair else ids
-    prompts = prompts or [PROMPT] * len(ids)
-    return built._generate_and_score_completions([{"prompt": p} for p in prompts])
+    return respond(built, responses, prompts or [PROMPT] * len(responses))
 
 
 def take_gradient(module):

@@ -1,0 +1,246 @@
+"""The audit against what is known: every configuration, and mistakes made on purpose."""
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kl_comedy.audit import audit, from_dict, to_dict
+from kl_comedy.estimators import exact_kl
+from kl_comedy.lab import expected_gradient, named_objective
+from kl_comedy.placement import CHOICES, KLConfig, kl_surrogate
+from kl_comedy.surrogate import Toy
+
+SEQ, TOK, FWD = "sequence reverse KL", "token reverse KL", "token forward KL"
+EACH = ", averaged over each response's tokens"
+
+
+def every():
+    for values in itertools.product(*CHOICES.values()):
+        try:
+            kl = KLConfig(**dict(zip(CHOICES, values, strict=True)), beta=1)
+        except ValueError:
+            continue
+        if kl.active:
+            yield kl
+
+
+def ours(kl):
+    def surrogate(b):
+        exact = b.logp.new_zeros(b.mask.shape, dtype=torch.float64)
+        exact[b.mask] = exact_kl(b.logits[b.mask], b.ref_logits[b.mask]).double()
+        return kl_surrogate(b.logp, b.ref_logp, b.mask, kl, b.behaviour_logp, exact)
+
+    return surrogate
+
+
+@pytest.mark.parametrize("kl", every(), ids=str)
+def test_every_configuration_has_the_objective_of_the_lab(kl):
+    """On-policy the name and the expectation off-policy, both by another way than the audit's."""
+    report, toy, stale = audit(ours(kl)), Toy(), Toy(0.1)
+    expected = named_objective(expected_gradient(toy.policy, toy.ref, kl), toy.policy, toy.ref)
+    found = report.on_policy
+    assert found.objective.split(" + ")[0].split(" - ")[0] in (*expected.split(" - "), expected)
+    if expected != "none of these":
+        assert found.objective == expected
+        assert found.scale == pytest.approx(0 if expected == "zero" else 1, abs=1e-6)
+    assert (found.unit, found.aggregation) == ("sequence", "mean over sequences")
+    goal = expected_gradient(toy.policy, toy.ref, KLConfig())
+    gradient = expected_gradient(stale.policy, stale.ref, kl, behaviour=stale.behaviour)
+    if gradient.norm() < 1e-12 * goal.norm():
+        assert report.off_policy.objective == "zero"
+    else:
+        cosine = torch.cosine_similarity(gradient.flatten(), goal.flatten(), dim=0).item()
+        assert report.off_policy.cosine == pytest.approx(cosine, abs=1e-9)
+    probes = [f for f in report.findings if not f.startswith("not the sequence-level")]
+    assert not probes, "our own surrogate has none of the faults"
+
+
+# Mistakes made on purpose. `k` of a token, zero where masked; what is right is said first.
+
+
+def gap(b):
+    return (b.ref_logp - b.logp).masked_fill(~b.mask, 0)
+
+
+def logp(b):
+    return b.logp.masked_fill(~b.mask, 0)
+
+
+def k3(b):
+    return gap(b).expm1() - gap(b)
+
+
+def in_reward(b):
+    return (-gap(b).detach().sum(1) * logp(b).sum(1)).mean()
+
+
+def in_loss(b):
+    return k3(b).sum(1).mean()
+
+
+def baseline(b):
+    total = -gap(b).detach().sum(1).view(-1, 2)
+    return ((total - total.flip(1)).flatten() * logp(b).sum(1)).mean()
+
+
+def advantages(b, total, after):
+    """A reward less its penalty among two, normalised before or after the penalty enters."""
+    rewards = (b.reward - (0 if after else 1) * total).view(-1, 2)
+    rewards = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    return rewards.flatten() - (total if after else 0)
+
+
+def normalised(after):
+    def penalty_alone(b):
+        total = -gap(b).detach().sum(1)
+        with_, without = (advantages(b, x, after) for x in (total, 0 * total))
+        return -((with_ - without) * logp(b).sum(1)).mean()
+
+    return penalty_alone
+
+
+def ratio(b):
+    return (logp(b) - b.behaviour_logp.masked_fill(~b.mask, 0)).exp()
+
+
+RIGHT = {"in reward": (in_reward, SEQ), "in loss": (in_loss, FWD), "baseline": (baseline, SEQ)}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_is_right_is_found_right(name):
+    surrogate, objective = RIGHT[name]
+    report = audit(surrogate)
+    assert (report.on_policy.objective, report.on_policy.scale) == (objective, pytest.approx(1))
+    assert report.on_policy.unit == ("group" if name == "baseline" else "sequence")
+    unlike = [f for f in report.findings if "not the sequence" not in f and "100 nats" not in f]
+    assert not unlike
+    assert from_dict(to_dict(report)) == report
+
+
+PLANTED = {  # the loss, its objective, and words that some finding must hold
+    "wrong sign": (lambda b: -in_reward(b), SEQ, "sign is wrong"),
+    "wrong sign in the loss": (lambda b: -in_loss(b), FWD, "sign is wrong"),
+    "policy and reference swapped in the reward": (
+        lambda b: (gap(b).detach().sum(1) * logp(b).sum(1)).mean(), SEQ, "sign is wrong"),
+    "policy and reference swapped in the loss": (
+        lambda b: ((-gap(b)).expm1() + gap(b)).sum(1).mean(), "none of these", "not the seq"),
+    "detach forgotten": (
+        lambda b: (-gap(b).sum(1) * logp(b).sum(1)).mean(), f"{SEQ} + negative entropy", "not"),
+    "detached too much": (lambda b: k3(b).detach().sum(), "no gradient", "not the seq"),
+    "reference read as zeros": (
+        lambda b: (logp(b).detach().sum(1) * logp(b).sum(1)).mean(), "negative entropy", "not"),
+    "padding counted": (
+        lambda b: ((b.ref_logp - b.logp).expm1() - (b.ref_logp - b.logp)).sum(1).mean(),
+        FWD, "padding counts: with ordinary"),
+    "padding counted in the reward": (
+        lambda b: ((b.logp - b.ref_logp).detach().sum(1) * logp(b).sum(1)).mean(),
+        None, "padding counts: with ordinary"),
+    "masked by a product": (
+        lambda b: (((b.ref_logp - b.logp).expm1() - (b.ref_logp - b.logp)) * b.mask).sum(1).mean(),
+        FWD, "padding counts: with nan"),
+    "mean over the padded length": (
+        lambda b: k3(b).mean(), FWD, "changes with the padding"),
+    "summed over the batch": (
+        lambda b: k3(b).sum(), FWD, "changes with the sequences"),
+    "averaged over each response": (
+        lambda b: (k3(b).sum(1) / b.mask.sum(1).clamp(min=1)).mean(), FWD + EACH, "not the seq"),
+    "mask one token late": (
+        lambda b: (k3(b)[:, :-1] * b.mask[:, 1:]).sum(1).mean(),
+        "none of these", "the last token"),
+    "mask one token early": (
+        lambda b: (k3(b)[:, 1:] * b.mask[:, :-1]).sum(1).mean(),
+        "none of these", "the first token"),
+    "reference one token late": (
+        lambda b: ((logp(b)[:, 1:] - b.ref_logp[:, :-1]).detach().masked_fill(~b.mask[:, 1:], 0)
+                   .sum(1) * logp(b).sum(1)).mean(), "none of these", "does not vanish when"),
+    "KL added twice": (lambda b: 2 * in_loss(b), FWD, "2 times beta"),
+    "K1 in the reward and K3 in the loss": (
+        lambda b: in_reward(b) + in_loss(b), f"{SEQ} + {FWD}", "not the seq"),
+    "K3 in the reward": (
+        lambda b: (k3(b).detach().sum(1) * logp(b).sum(1)).mean(), f"{SEQ} - {FWD}", "not"),
+    "K1 in the loss": (lambda b: -gap(b).sum(1).mean(), "zero", "but zero"),
+    "K1 in the loss, averaged over each response": (
+        lambda b: (-gap(b).sum(1) / b.mask.sum(1).clamp(min=1)).mean(), "inverse length", "not"),
+    "ratio not detached": (lambda b: (ratio(b) * k3(b)).sum(1).mean(), TOK, "not the seq"),
+    "ratio detached": (lambda b: (ratio(b).detach() * k3(b)).sum(1).mean(), FWD, "not the seq"),
+    "a clamp after exp": (
+        lambda b: k3(b).clamp(-10, 10).sum(1).mean(), None, "a clamp: beyond log(ref/policy) = 3"),
+    "a clamp in the reward": (
+        lambda b: (-gap(b).clamp(-10, 10).detach().sum(1) * logp(b).sum(1)).mean(), SEQ,
+        "a clamp: beyond log(ref/policy) = -10"),
+    "a clip of the ratio": (
+        lambda b: (ratio(b).clamp(0.2, 5).detach() * k3(b)).sum(1).mean(), FWD,
+        "a clamp: beyond log(older/policy)"),
+    "exp overflows": (in_loss, FWD, "100 nats in float32: the gradient is -inf"),
+    "exp in half precision": (
+        lambda b: (gap(b).exp() - 1 - gap(b)).square().sum(1).mean(), None, "bfloat16"),
+    "a constant subtracted from each token": (
+        lambda b: (((-gap(b) - 0.7).detach() * b.mask).sum(1) * logp(b).sum(1)).mean(),
+        f"{SEQ} - 0.7 length", "not the seq"),
+    "only the own token credited": (
+        lambda b: (-gap(b).detach() * logp(b)).sum(1).mean(), TOK, "not the seq"),
+    "before the advantages are normalised": (normalised(False), "none of these", "not the seq"),
+    "divided by its own deviation over the batch": (
+        lambda b: in_reward(b) / (-gap(b).detach().sum(1)).std(), None, "all sequences of a batch"),
+    "a group's mean with the response itself": (
+        lambda b: baseline(b) / 2, SEQ, "0.5 times beta: (n - 1)/n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_mistake_is_named(name):
+    surrogate, objective, words = PLANTED[name]
+    report = audit(surrogate)
+    assert any(words in finding for finding in report.findings), report.findings
+    if objective is not None:
+        assert report.on_policy.objective == objective
+
+
+def test_beta_applied_twice():
+    report = audit(lambda b: 0.1 * (0.1 * in_reward(b)), beta=0.1)
+    assert "0.1 times beta" in report.findings
+    assert audit(lambda b: 0.1 * in_reward(b), beta=0.1).findings == []
+
+
+def test_kl_after_the_advantages_are_normalised():
+    """Its expectation is right; that it met neither baseline nor group contradicts the intent."""
+    found = audit(normalised(True)).on_policy
+    assert (found.objective, found.unit) == (SEQ, "sequence")
+    assert audit(baseline).on_policy.unit == "group"
+
+
+def test_drawn_groups_have_an_interval_and_the_same_name():
+    def leave_one_out(b):
+        total = -gap(b).detach().sum(1).view(-1, 4)
+        others = (total.sum(1, keepdim=True) - total) / 3
+        return ((total - others).flatten() * logp(b).sum(1)).mean()
+
+    found = audit(leave_one_out, group_size=4).on_policy
+    assert (found.objective, found.unit) == (SEQ, "group")
+    assert found.bias_low == 0 < found.noise < 0.1 and found.bias_high > found.bias
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({"beta": 0}, "beta=0"), ({"beta": float("inf")}, "beta=inf"), ({"beta": "1"}, "beta='1'"),
+    ({"group_size": 1.5}, "group_size=1.5"), ({"group_size": True}, "group_size=True"),
+    ({"staleness": 0}, "staleness=0"), ({"staleness": 5}, "staleness=5")])  # fmt: skip
+def test_arguments_out_of_range_are_refused(arguments, words):
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        audit(in_reward, **arguments)
+
+
+def test_the_audit_runs_where_only_torch_and_numpy_are():
+    """So that it can run in the environment of another library."""
+    blocked = ("trl", "transformers", "datasets", "accelerate", "seaborn", "pandas", "matplotlib")
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys({blocked}))  # importing any of them now raises
+from kl_comedy.audit import audit, to_dict
+import json
+json.dumps(to_dict(audit(lambda b: (b.logp * b.mask).sum())))
+"""
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
