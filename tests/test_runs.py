@@ -169,9 +169,7 @@ def test_a_batch_makes_runs_tables_and_figure(clone, unkilled):
 
 def test_what_is_done_is_not_done_again(clone, unkilled, capsys):
     before = {p: p.stat().st_mtime_ns for p in (clone / "runs").rglob("*") if p.is_file()}
-    began = time.monotonic()
     assert reproduce(clone, "quick", workers=2)
-    assert time.monotonic() - began < 5
     assert {p: p.stat().st_mtime_ns for p in (clone / "runs").rglob("*") if p.is_file()} == before
     out = capsys.readouterr().out
     assert "3 done already, 0 to do" in out and "runs/figures/quick/toy/mean.csv" in out
