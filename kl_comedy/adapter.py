@@ -70,7 +70,7 @@ def stand_in(names):
         sys.modules[name].__spec__ = ModuleSpec(name, None)
         if "." in name:
             parent, _, own = name.rpartition(".")
-            setattr(sys.modules[parent], own, sys.modules[name])
+            setattr(importlib.import_module(parent), own, sys.modules[name])
 
 # %% ../nbs/library/10f_adapter.ipynb #8cbd9723
 NEAR = 1  # seed of a toy whose log-ratios no usual clamp meets

@@ -62,10 +62,11 @@ def load_recipes(root):
             raise AuditError(f"{path}: {name} needs {', '.join(KEYS)}, each of its kind; "
                              f"wrong: {', '.join(sorted(wrong))}")
         pins = path.parent / "libraries" / f"{name}.txt"
-        given = given | {"stand_ins": tuple(given["stand_ins"]), "python": tuple(given["python"])}
-        packages = given.pop("packages")
-        found[name] = Recipe(name, **given,
-                             requirements=pins.read_text() if packages else None)
+        if given["packages"] and not pins.is_file():
+            raise AuditError(f"{name}: its pinned packages are missing: {pins}")
+        given = given | {key: tuple(given[key]) for key in ("stand_ins", "python")}
+        text = pins.read_text() if given.pop("packages") else None
+        found[name] = Recipe(name, **given, requirements=text)
     return found
 
 def choose(recipes, names):
