@@ -38,7 +38,7 @@ def add_audit(verbs):
         "environment of its own (made once, some minutes and a network), and say which "
         "gradient each of their settings has.")
     verb.add_argument("library", nargs="*", help="such as verl (default: all)")
-    verb.add_argument("--json", action="store_true", help="print all that was found as JSON")
+    verb.add_argument("--json", action="store_true", help="print all of it as JSON")
     verb.add_argument("--record", action="store_true", help="write it to data/libraries, "
                       "which the page Libraries is drawn from")
     return verb
@@ -99,22 +99,25 @@ def show_claims(root, runs_dir, ids):
 # %% ../nbs/library/18_cli.ipynb #8dd5314e
 def show_audit(root, names, as_json, recording):
     """Audit libraries and print what was found; returns 1 if one could not be, else 0."""
-    from kl_comedy.libraries import (
-        AuditError, as_text, audit_library, choose, load_recipes, record)
+    from kl_comedy.environments import AuditError, choose, load_recipes
+    from kl_comedy.libraries import as_text, audit_library, record
+
+    def say(line):
+        print(line, file=sys.stderr, flush=True)
 
     found, failed = [], 0
     for recipe in choose(load_recipes(root), names):
         try:
-            one = audit_library(recipe, lambda line: print(line, file=sys.stderr, flush=True))
+            one = audit_library(recipe, say)
         except AuditError as error:
-            print(f"kl_comedy: {error}", file=sys.stderr)
+            say(f"kl_comedy: {error}")
             failed = 1
             continue
         found.append(one)
         if not as_json:
             print(as_text(one) + "\n", flush=True)
         if recording:
-            print(f"written: {os.path.relpath(record(one, root))}", file=sys.stderr)
+            say(f"written: {os.path.relpath(record(one, root))}")
     if as_json:
         import json
         print(json.dumps(found, indent=1))
@@ -142,12 +145,12 @@ def run_verb(args):
 
 # %% ../nbs/library/18_cli.ipynb #1b4a05d0
 def main(argv=None):
-    """The entry point. Exit codes: 0, 1 a run or an audit failed, 2 request refused, 130 Ctrl-C."""
+    """The entry point. Exit codes: 0, 1 something failed, 2 request refused, 130 Ctrl-C."""
     args = parser().parse_args(argv)
     if args.verb is None:
         parser().print_help()
         return 0
-    from kl_comedy.libraries import AuditError
+    from kl_comedy.environments import AuditError
     from kl_comedy.runs import RunError
     from kl_comedy.sweeps import SweepError
 

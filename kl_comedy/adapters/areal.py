@@ -21,8 +21,8 @@ def actor(coef, kl):
     config = SimpleNamespace(overlong_reward_penalty=False, use_decoupled_loss=False,
                              recompute_logprob=False)
     return SimpleNamespace(
-        config=config, reward_bias=0.0, reward_scaling=1.0, reward_clip=20.0, reward_norm=None,
-        kl_ctl=coef, kl_estimator=KLEstimator(kl), adv_norm=None, discount=1.0,
+        config=config, reward_bias=0.0, reward_scaling=1.0, reward_clip=20.0,
+        reward_norm=None, kl_ctl=coef, kl_estimator=KLEstimator(kl), adv_norm=None, discount=1.0,
         gae_lambda=1.0, mask_no_eos_with_zero=False)
 
 def shifted(x, before):
@@ -35,8 +35,8 @@ def loss(batch, coef=1.0, kl="k1", ref=True):
     "The policy loss, with the penalty in the reward."
     tokens = shifted(batch.tokens, True)
     attention = torch.nn.functional.pad(batch.mask, (1, 0), value=True)
-    data = {"input_ids": tokens, "attention_mask": attention, "rewards": batch.reward.float(),
-            "loss_mask": shifted(batch.mask, True),
+    data = {"input_ids": tokens, "attention_mask": attention,
+            "rewards": batch.reward.float(), "loss_mask": shifted(batch.mask, True),
             "logprobs": shifted(batch.behaviour_logp, True)}
     if ref:
         data["ref_logp"] = shifted(batch.ref_logp, False)
@@ -57,5 +57,5 @@ def settings():
                   what_changes(loss, off, ref=False), "K1 in reward, no reference",
                   default=True, **DOCS)
     for kl in ("k1", "k2", "k3"):
-        yield Setting(f"actor.kl_estimator={kl} ref={{...}}", what_changes(loss, off, kl=kl),
-                      f"{kl.upper()} in reward", **DOCS)
+        yield Setting(f"actor.kl_estimator={kl} ref={{...}}",
+                      what_changes(loss, off, kl=kl), f"{kl.upper()} in reward", **DOCS)

@@ -49,7 +49,7 @@ def settings():
     for estimator, scale in (("rloo", "none"), ("reinforce_plus_plus", "batch")):
         for kind in ("grpo", "dapo"):
             yield Setting(f"--advantage_estimator {estimator} --loss_type {kind}",
-                          what_changes(loss, {"beta": 0.0}, estimator=estimator, scale=scale,
-                                       loss_type=kind), "K1 in reward",
+                          what_changes(loss, {"beta": 0.0}, estimator=estimator,
+                                       scale=scale, loss_type=kind), "K1 in reward",
                           docs="kl_in_reward is True: the KL is subtracted from the reward",
                           where=WHERE)

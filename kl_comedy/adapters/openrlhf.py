@@ -25,8 +25,8 @@ def maker(estimator, coef):
         rollout=SimpleNamespace(n_samples_per_prompt=2),
         reward=SimpleNamespace(clip_range=(-10, 10), overlong_buffer_len=None,
                                stop_properly_penalty_coef=None))
-    self = SimpleNamespace(strategy=SimpleNamespace(args=made), advantage_estimator=estimator,
-                           kl_ctl=SimpleNamespace(value=coef))
+    self = SimpleNamespace(strategy=SimpleNamespace(args=made),
+                           advantage_estimator=estimator, kl_ctl=SimpleNamespace(value=coef))
     for name in ("get_cumulative_returns", "get_advantages_and_returns"):
         setattr(self, name, partial(getattr(RemoteExperienceMaker, name), self))
     return self
@@ -39,7 +39,8 @@ def loss(batch, kl="k1", estimator="rloo", coef=1.0, loss_agg_mode="token-mean")
         index=list(range(len(batch.reward))), rewards=batch.reward, info={},
         kl=compute_approx_kl(batch.behaviour_logp, batch.ref_logp, kl_estimator=kl),
         action_mask=batch.mask, values=torch.zeros_like(batch.ref_logp))
-    RemoteExperienceMaker.compute_advantages_and_returns(maker(estimator, coef), [experience])
+    made = maker(estimator, coef)
+    RemoteExperienceMaker.compute_advantages_and_returns(made, [experience])
     policy_loss = PolicyLoss(token_level_loss=loss_agg_mode == "token-mean")
     return policy_loss(batch.logp, batch.behaviour_logp, experience.advantages,
                        action_mask=batch.mask)[0]
@@ -49,18 +50,22 @@ def in_reward(**on):
 
 def in_loss(kl, unbiased=False, loss_agg_mode="token-mean"):
     def found(batch):
-        each = compute_approx_kl(batch.logp, batch.ref_logp, batch.behaviour_logp, kl, unbiased)
+        each = compute_approx_kl(batch.logp, batch.ref_logp, batch.behaviour_logp, kl,
+                                 unbiased)
         return aggregate_loss(each, batch.mask, loss_agg_mode == "token-mean")
     return found
 
-# %% ../../nbs/adapters/openrlhf.ipynb #c7764a50
+# %% ../../nbs/adapters/openrlhf.ipynb #d99290f0
 #| eval: false
 ESTIMATOR, HELP = "--algo.advantage.estimator ", "openrlhf/cli/train_ppo_ray.py, help of "
 USE = "--algo.kl.use_loss --algo.kl.estimator "
 UNBIASED = ("backpropagates the true reverse-KL gradient; k1, k2 and k3 share the same "
             "unbiased gradient")
-SAYS = {"k2": "k2, as the loss, is nearly equivalent to k1", "k3": "GRPO takes k3 as the loss"}
+SAYS = {"k2": "k2, as the loss, is nearly equivalent to k1",
+        "k3": "GRPO takes k3 as the loss"}
 
+# %% ../../nbs/adapters/openrlhf.ipynb #c7764a50
+#| eval: false
 def settings():
     "The `Setting`s of OpenRLHF."
     yield Setting("(none)", in_reward(estimator="gae"), "K1 in reward", default=True,

@@ -57,8 +57,8 @@ def in_loss(kl):
 #| eval: false
 WHERE = "skyrl/train/config/config.py, AlgorithmConfig"
 REWARD = "use_kl_in_reward=true use_kl_loss=false "
-MORE = [{}, {"loss_reduction": "sequence_mean"}, {"loss_reduction": "seq_mean_token_sum_norm"},
-        {"advantage_estimator": "grpo"}, {"advantage_estimator": "reinforce++"},
+MORE = [{}, {"loss_reduction": "sequence_mean"},
+        {"loss_reduction": "seq_mean_token_sum_norm"}, {"advantage_estimator": "grpo"}, {"advantage_estimator": "reinforce++"},
         {"advantage_estimator": "grpo", "grpo_norm_by_std": False}]
 
 def settings():
@@ -67,11 +67,12 @@ def settings():
         cell = "|K1| in loss" if kl == "abs" else f"{kl.upper()} in loss"
         yield Setting(f"use_kl_loss=true kl_estimator_type={kl}", in_loss(kl), cell,
                       default=kl == "k3",
-                      docs="the KL is in the loss or in the reward, not in both", where=WHERE)
+                      docs="in the loss or in the reward, not in both", where=WHERE)
     for on in MORE:
         on = {"kl_estimator_type": "k1", "advantage_estimator": "rloo"} | on
         label = " ".join(f"{name}={value}" for name, value in on.items())
-        yield Setting(REWARD + label, what_changes(loss, {"coef": 0.0}, **on), "K1 in reward")
+        yield Setting(REWARD + label, what_changes(loss, {"coef": 0.0}, **on),
+                      "K1 in reward")
     yield Setting(f"{REWARD}advantage_estimator=rloo",
                   what_changes(loss, {"coef": 0.0}, advantage_estimator="rloo"),
                   "K3 in reward")

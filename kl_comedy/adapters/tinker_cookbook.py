@@ -30,7 +30,8 @@ class Reference:
 def datum(tokens, logp):
     "One response to a prompt of one token, without a reward."
     ones = torch.ones_like(logp)
-    inputs = {"logprobs": logp, "mask": ones, "advantages": 0 * ones, "target_tokens": tokens}
+    inputs = {"logprobs": logp, "mask": ones, "advantages": 0 * ones,
+              "target_tokens": tokens}
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints([0, *tokens[:-1].tolist()]),
         loss_fn_inputs={k: tinker.TensorData.from_torch(x) for k, x in inputs.items()})
@@ -58,7 +59,8 @@ WHERE = "tinker_cookbook/rl/metrics.py, incorporate_kl_penalty"
 
 def settings():
     "The `Setting`s of tinker-cookbook."
-    yield Setting("kl_penalty_coef=0", lambda b: 0 * b.logp[b.mask].sum(), "off", default=True)
+    yield Setting("kl_penalty_coef=0", lambda b: 0 * b.logp[b.mask].sum(), "off",
+                  default=True)
     says = "a penalty on the KL of the policy from the base model"
     yield Setting("kl_penalty_coef=1 kl_discount_factor=0", penalty(0.0), "K1 in advantage",
                   docs=says, where=WHERE)

@@ -24,5 +24,5 @@ def in_loss(batch):
 def settings():
     "The `Setting`s of torchrl."
     yield Setting("GRPOLoss(kl_to_ref_coeff=1)", in_loss, "K3 in loss",
-                  docs="coefficient for the KL divergence to the reference policy; off if None",
+                  docs="coefficient of the KL to the reference policy; off if None",
                   where="torchrl/objectives/llm/grpo.py, GRPOLoss")

@@ -15,14 +15,15 @@ from ..adapter import Setting, what_changes
 #| eval: false
 def loss(batch, coef=1.0):
     "The policy loss of the PPO recipe."
-    old, ref = (x.masked_fill(~batch.mask, 1.0) for x in (batch.behaviour_logp, batch.ref_logp))
+    old, ref = (x.masked_fill(~batch.mask, 1.0)
+                for x in (batch.behaviour_logp, batch.ref_logp))
     last = batch.mask.sum(1) - 1
     inside = (last > 0) & (last < batch.mask.shape[1] - 1)
     rewards, _, _ = rlhf.get_rewards_ppo(batch.reward, old, ref, coef,
                                          torch.where(inside, last + 1, last))
     zeros = torch.zeros_like(old)
-    advantages, returns = rlhf.estimate_advantages(zeros, rewards, 1.0, 1.0, masks=batch.mask)
-    # the reward alone: PPOLoss detaches what it returns beside the whole loss
+    advantages, returns = rlhf.estimate_advantages(zeros, rewards, 1.0, 1.0,
+                                                   masks=batch.mask)
     return PPOLoss(value_coeff=0.0)(old, batch.logp, advantages, zeros, zeros, returns,
                                     padding_masks=batch.mask)[0]
 

@@ -20,8 +20,8 @@ def setting(label, cell, trainer, config, kl=None, default=False, docs="", where
     pair = ({"beta": BETA}, {"beta": 0.0}) if kl is None else \
         ({"kl": kl}, {"kl": KLConfig(placement="none", beta=0)})
     with_kl, without = (trainer_loss(trainer, config, **on | extra) for extra in pair)
-    return Setting(label, lambda batch: with_kl(batch) - without(batch), cell, default, docs,
-                   where, BETA, ("padding", "shapes"))
+    return Setting(label, lambda batch: with_kl(batch) - without(batch), cell, default,
+                   docs, where, BETA, ("padding", "shapes"))
 
 # %% ../../nbs/adapters/trl.ipynb #0cac5851
 BIASED = ("the KL times the importance ratio, so that its gradient is the unbiased "
@@ -32,17 +32,18 @@ def settings():
     "The `Setting`s of TRL, with a beta above 0, and two of ours."
     flag = {"docs": BIASED, "where": "trl/trainer/grpo_config.py, use_bias_correction_kl"}
     yield setting("RLOOTrainer", "K1 in reward", *RLOO, default=True,
-                  docs="beta is the KL coefficient", where="trl/trainer/rloo_config.py, beta")
+                  docs="the KL coefficient", where="trl/trainer/rloo_config.py, beta")
     yield setting("RLOOTrainer normalize_advantages=True", "K1 in reward", *RLOO,
                   normalize_advantages=True)
     yield setting("GRPOTrainer (use_bias_correction_kl=True)", "K2 in loss", *GRPO,
                   default=True, **flag)
     yield setting("GRPOTrainer use_bias_correction_kl=False", "K3 in loss", *GRPO,
                   use_bias_correction_kl=False)
-    for kind in ("grpo", "dr_grpo", "bnpo", "luspo"):
+    for kind in ("grpo", "dr_grpo", "luspo"):
         yield setting(f"GRPOTrainer loss_type={kind}", "K2 in loss", *GRPO, loss_type=kind)
     yield setting("GMPOTrainer", "K3 in loss", GMPOTrainer, GMPOConfig)
     yield setting("kl_comedy: KLRLOOTrainer KLConfig('k1', 'reward')", "K1 in reward",
                   KLRLOOTrainer, RLOOConfig, KLConfig("k1", "reward", BETA))
     yield setting("kl_comedy: KLRLOOTrainer KLConfig('k3', 'both', credit='to_go')",
-                  "K3 in both", KLRLOOTrainer, RLOOConfig, KLConfig("k3", "both", BETA, "to_go"))
+                  "K3 in both", KLRLOOTrainer, RLOOConfig,
+                  KLConfig("k3", "both", BETA, "to_go"))

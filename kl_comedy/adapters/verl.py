@@ -18,7 +18,8 @@ from ..adapter import Setting, rewards_at_end, what_changes
 
 # %% ../../nbs/adapters/verl.ipynb #0d19114f
 #| eval: false
-def loss(batch, kl_in_reward=None, adv_estimator="rloo", loss_agg_mode="token-mean", **algo):
+def loss(batch, kl_in_reward=None, adv_estimator="rloo", loss_agg_mode="token-mean",
+         **algo):
     "The policy loss, with the penalty in the reward if `kl_in_reward` names an estimator."
     mask, scores = batch.mask.float(), rewards_at_end(batch)
     data = DataProto.from_dict(
@@ -31,7 +32,8 @@ def loss(batch, kl_in_reward=None, adv_estimator="rloo", loss_agg_mode="token-me
     data = compute_advantage(data, adv_estimator, config=AlgoConfig(), **algo)
     actor = ActorConfig(strategy="fsdp", rollout_n=2, use_dynamic_bsz=True)
     found, _ = compute_policy_loss_vanilla(
-        batch.behaviour_logp, batch.logp, data.batch["advantages"], mask, loss_agg_mode, actor)
+        batch.behaviour_logp, batch.logp, data.batch["advantages"], mask, loss_agg_mode,
+        actor)
     return found
 
 # %% ../../nbs/adapters/verl.ipynb #dbdedf47
