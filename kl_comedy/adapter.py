@@ -8,7 +8,6 @@ __all__ = ['NEAR', 'Setting', 'what_changes', 'rewards_at_end', 'stand_in', 'wit
 import importlib
 import json
 import sys
-import time
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.machinery import ModuleSpec
@@ -88,12 +87,10 @@ def audit_settings(settings):
     `near`: the judgement of `without_clamps`, or None.
     """
     for setting in settings:
-        began = time.monotonic()
         report = audit(setting.surrogate, beta=setting.beta, skip=setting.skip)
         yield {"label": setting.label, "cell": setting.cell, "default": setting.default,
                "docs": setting.docs, "where": setting.where, "report": to_dict(report),
-               "near": without_clamps(setting, report),
-               "seconds": round(time.monotonic() - began, 2)}
+               "near": without_clamps(setting, report)}
 
 def run_adapter(name, distribution, stubs=()):
     """What the adapter `name` finds here, with the versions it found it with.

@@ -49,30 +49,39 @@ def write_wheel(folder, name="tiny", version="1.0"):
     return path
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the tests share, since an environment takes seconds: wheel, package and cache."""
+    folder = tmp_path_factory.mktemp("shared")
+    shutil.copytree(ROOT / "kl_comedy", folder / "kl_comedy",
+                    ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "kl_comedy" / "adapters" / "tiny_library.py").write_text(ADAPTER)
+    write_wheel(folder)
+    return folder
+
+
 @pytest.fixture
-def tiny(tmp_path, monkeypatch):
-    """The recipe of a library with one setting; its environment goes to the test's own cache."""
-    package = tmp_path / "package" / "kl_comedy"
-    shutil.copytree(ROOT / "kl_comedy", package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "adapters" / "tiny_library.py").write_text(ADAPTER)
-    monkeypatch.setattr(libraries, "package_folder", lambda: package)
-    monkeypatch.setenv("KL_COMEDY_CACHE", str(tmp_path / "cache"))
+def tiny(folder, monkeypatch):
+    """The recipe of a library with one setting."""
+    monkeypatch.setattr(libraries, "package_folder", lambda: folder / "kl_comedy")
+    monkeypatch.setenv("KL_COMEDY_CACHE", str(folder / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     version = ".".join(map(str, libraries.sys.version_info[:2]))
     return Recipe("tiny_library", "Tiny", "tiny", "1.0", "2026-01-01",
-                  f"{write_wheel(tmp_path)}\n", ("absent", "absent.kernels"), (version,), "")
+                  f"{folder}/tiny-1.0-py3-none-any.whl\n", ("absent", "absent.kernels"),
+                  (version,), "")
 
 
-def cache(tmp_path):
-    return sorted(p.name for p in (tmp_path / "cache" / "audit").iterdir() if p.is_dir())
+def environments(folder):
+    return sorted(p.name for p in (folder / "cache" / "audit").iterdir() if p.is_dir())
 
 
-def test_a_library_is_installed_asked_and_recorded(tiny, tmp_path):
-    unfinished = tmp_path / "cache" / "audit" / f"{environment_key(tiny)}.unfinished"
+def test_a_library_is_installed_asked_and_recorded(tiny, folder, tmp_path):
+    unfinished = folder / "cache" / "audit" / f"{environment_key(tiny)}.unfinished"
     unfinished.mkdir(parents=True)  # as a kill leaves it
     lines = []
     found = audit_library(tiny, lines.append)
-    assert cache(tmp_path) == [environment_key(tiny)] and "installing 1 packages" in lines[1]
+    assert environments(folder) == [environment_key(tiny)] and "installing 1 packages" in lines[1]
     (setting,) = found["settings"]
     assert found["version"] == "1.0" and verdict(setting) == "token forward KL"
     assert settings_for(found)["K3 in the loss (forward)"] == ["k3=True"]
@@ -81,9 +90,10 @@ def test_a_library_is_installed_asked_and_recorded(tiny, tmp_path):
     (tmp_path / "data" / "libraries").mkdir(parents=True)
     record(found, tmp_path)
     assert load_records(tmp_path / "data" / "libraries") == {"tiny_library": found}
-    assert str(tmp_path) not in json.dumps(found)
+    assert str(folder) not in json.dumps(found)
 
-    again, second = [], audit_library(tiny, again.append)
+    again = []
+    second = audit_library(tiny, again.append)
     assert again == ["tiny_library: auditing"]  # the environment was there
     assert {**found, "settings": 0} == {**second, "settings": 0}
 
@@ -103,12 +113,11 @@ def test_what_decides_the_environment_decides_its_name(tiny):
     assert environment_key(same) == environment_key(tiny)
 
 
-def test_a_failing_pip_is_one_error_and_leaves_nothing_to_be_used(tiny, tmp_path):
+def test_a_failing_pip_is_one_error_and_leaves_nothing_to_be_used(tiny, folder):
     recipe = Recipe(**vars(tiny) | {"requirements": "nothing-of-this-name==1.0\n"})
-    for _ in range(2):  # the second attempt starts anew
-        with pytest.raises(AuditError, match="tiny_library: pip failed: ERROR: No matching dist"):
-            audit_library(recipe, lambda line: None)
-        assert environment_key(recipe) not in cache(tmp_path)
+    with pytest.raises(AuditError, match="tiny_library: pip failed: ERROR: No matching dist"):
+        audit_library(recipe, lambda line: None)
+    assert environment_key(recipe) not in environments(folder)
 
 
 def test_a_failing_adapter_and_a_cache_that_cannot_be(tiny, tmp_path, monkeypatch):

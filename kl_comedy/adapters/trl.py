@@ -24,8 +24,8 @@ def setting(label, cell, trainer, config, kl=None, default=False, docs="", where
                    docs, where, BETA, ("padding", "shapes"))
 
 # %% ../../nbs/adapters/trl.ipynb #0cac5851
-BIASED = ("the KL times the importance ratio, so that its gradient is the unbiased "
-          "reverse-KL gradient; which holds at token level")
+BIASED = ("the KL times the importance ratio: its gradient becomes the unbiased reverse-KL "
+          "gradient, with importance_sampling_level=token")
 GRPO, RLOO = (GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)
 
 def settings():
