@@ -1,4 +1,4 @@
-"""Libraries in environments of their own: a library made here, without a network; and the records."""
+"""Libraries in environments of their own: one that is made here, without a network; records."""
 
 import json
 import re
@@ -12,7 +12,14 @@ from kl_comedy import libraries
 from kl_comedy.cli import main
 from kl_comedy.environments import AuditError, Recipe, environment_key, load_recipes
 from kl_comedy.libraries import (
-    as_text, audit_library, load_records, record, rows, settings_for, verdict)
+    as_text,
+    audit_library,
+    load_records,
+    record,
+    rows,
+    settings_for,
+    verdict,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = '''

@@ -53,7 +53,7 @@ DOCS = {"docs": "KL divergence coefficient", "where": "areal/api/cli_args.py, kl
 def settings():
     "The `Setting`s of AReaL."
     off = {"coef": 0.0}
-    yield Setting("actor.kl_ctl=0.1 actor.kl_estimator=k1 ref=None",
+    yield Setting("actor.kl_estimator=k1 ref=None",
                   what_changes(loss, off, ref=False), "K1 in reward, no reference",
                   default=True, **DOCS)
     for kl in ("k1", "k2", "k3"):
