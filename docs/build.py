@@ -96,7 +96,7 @@ def stage():
     without_data = unrecorded()
     for path in sorted(p.relative_to(ROOT) for p in ROOT.glob("nbs/*/*.ipynb")):
         kind = path.parent.name
-        stage_notebook(path, kind in ("derivations", "library")
+        stage_notebook(path, kind in ("derivations", "library", "adapters")
                        or kind == "gallery" and path.as_posix() not in without_data)
     for module in sorted(ROOT.glob("kl_comedy/[a-z]*.py")):
         stage_api(module)

@@ -54,11 +54,11 @@ def changed(folder, pattern):
 
 
 def test_modules_are_what_the_notebooks_export(copy):
-    for module in (copy / "kl_comedy").glob("*.py"):
+    for module in (copy / "kl_comedy").glob("**/*.py"):
         if module.name != "__init__.py":
             module.unlink()
     nbdev("nbdev_export", copy)
-    assert changed(copy, "kl_comedy/*.py") == [], "run nbdev_export and commit"
+    assert changed(copy, "kl_comedy/**/*.py") == [], "run nbdev_export and commit"
 
 
 def test_notebooks_are_clean(copy):

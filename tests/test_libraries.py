@@ -1,0 +1,184 @@
+"""Libraries in environments of their own: one that is made here, without a network; records."""
+
+import json
+import re
+import shutil
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from kl_comedy import libraries
+from kl_comedy.cli import main
+from kl_comedy.environments import AuditError, Recipe, environment_key, load_recipes
+from kl_comedy.libraries import (
+    as_text,
+    audit_library,
+    load_records,
+    record,
+    rows,
+    settings_for,
+    verdict,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+ADAPTER = '''
+import sys
+from importlib.util import find_spec
+from absent.kernels import fast
+from tiny import penalty
+from kl_comedy.adapter import Setting
+
+assert find_spec("transformers") is None, "the environment is not its own"
+assert "site-packages/tiny" in sys.modules["tiny"].__file__
+
+def settings():
+    print("libraries print")
+    yield Setting("k3=True", penalty, "K3 in loss", default=True, docs="says", where="there")
+'''
+LIBRARY = '''
+def penalty(b):
+    gap = (b.ref_logp - b.logp).masked_fill(~b.mask, 0)
+    return (gap.expm1() - gap).sum(1).mean()
+'''
+
+
+def write_wheel(folder, name="tiny", version="1.0"):
+    """A wheel of one module, written by hand: to build one takes a network."""
+    path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{name}.py", LIBRARY)
+        wheel.writestr(f"{info}/METADATA",
+                       f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\n"
+                       "Root-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the tests share, since an environment takes seconds: wheel, package and cache."""
+    folder = tmp_path_factory.mktemp("shared")
+    shutil.copytree(ROOT / "kl_comedy", folder / "kl_comedy",
+                    ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "kl_comedy" / "adapters" / "tiny_library.py").write_text(ADAPTER)
+    write_wheel(folder)
+    return folder
+
+
+@pytest.fixture
+def tiny(folder, monkeypatch):
+    """The recipe of a library with one setting."""
+    monkeypatch.setattr(libraries, "package_folder", lambda: folder / "kl_comedy")
+    monkeypatch.setenv("KL_COMEDY_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    version = ".".join(map(str, libraries.sys.version_info[:2]))
+    return Recipe("tiny_library", "Tiny", "tiny", "1.0", "2026-01-01",
+                  f"{folder}/tiny-1.0-py3-none-any.whl\n", ("absent", "absent.kernels"),
+                  (version,), "")
+
+
+def environments(folder):
+    return sorted(p.name for p in (folder / "cache" / "audit").iterdir() if p.is_dir())
+
+
+def test_a_library_is_installed_asked_and_recorded(tiny, folder, tmp_path):
+    unfinished = folder / "cache" / "audit" / f"{environment_key(tiny)}.unfinished"
+    unfinished.mkdir(parents=True)  # as a kill leaves it
+    lines = []
+    found = audit_library(tiny, lines.append)
+    assert environments(folder) == [environment_key(tiny)] and "installing 1 packages" in lines[1]
+    (setting,) = found["settings"]
+    assert found["version"] == "1.0" and verdict(setting) == "token forward KL"
+    assert settings_for(found)["K3 in the loss (forward)"] == ["k3=True"]
+    assert "* k3=True\n    token forward KL  factor 1  bias 0.5" in as_text(found)
+
+    (tmp_path / "data" / "libraries").mkdir(parents=True)
+    record(found, tmp_path)
+    assert load_records(tmp_path / "data" / "libraries") == {"tiny_library": found}
+    assert str(folder) not in json.dumps(found)
+
+    again = []
+    second = audit_library(tiny, again.append)
+    assert again == ["tiny_library: auditing"]  # the environment was there
+    assert {**found, "settings": 0} == {**second, "settings": 0}
+
+
+def test_another_release_is_said_to_be_untested(tiny):
+    lines = []
+    recipe = Recipe(**vars(tiny) | {"version": "0.9", "python": ("2.7",)})
+    audit_library(recipe, lines.append)
+    assert "not tried with Python" in lines[0]
+    assert lines[-1].endswith("untested version 1.0; its adapter was written for 0.9")
+
+
+def test_what_decides_the_environment_decides_its_name(tiny):
+    other = Recipe(**vars(tiny) | {"requirements": tiny.requirements + "more==1\n"})
+    assert environment_key(other) != environment_key(tiny)
+    same = Recipe(**vars(tiny) | {"note": "read again"})
+    assert environment_key(same) == environment_key(tiny)
+
+
+def test_a_failing_pip_is_one_error_and_leaves_nothing_to_be_used(tiny, folder):
+    recipe = Recipe(**vars(tiny) | {"requirements": "nothing-of-this-name==1.0\n"})
+    with pytest.raises(AuditError, match="tiny_library: pip failed: ERROR: No matching dist"):
+        audit_library(recipe, lambda line: None)
+    assert environment_key(recipe) not in environments(folder)
+
+
+def test_a_failing_adapter_and_a_cache_that_cannot_be(tiny, tmp_path, monkeypatch):
+    recipe = Recipe(**vars(tiny) | {"stand_ins": ()})
+    with pytest.raises(AuditError, match="its adapter failed: ModuleNotFoundError: No module n"):
+        audit_library(recipe, lambda line: None)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KL_COMEDY_CACHE", str(tmp_path / "file"))
+    with pytest.raises(AuditError, match="no environment can be made"):
+        audit_library(tiny, lambda line: None)
+
+
+def test_the_command(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert main(["audit", "trll"]) == 2
+    assert "no library trll; there are: trl, verl" in capsys.readouterr().err
+    kept = load_records(ROOT / "data" / "libraries")
+
+    def answer(recipe, say):
+        if recipe.name == "verl":
+            raise AuditError("verl: pip failed: no network")
+        return kept[recipe.name]
+
+    monkeypatch.setattr(libraries, "audit_library", answer)
+    assert main(["audit", "trl", "verl", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out) == [kept["trl"]] and "kl_comedy: verl: pip failed" in err
+    assert main(["audit", "trl"]) == 0
+    assert "token reverse KL  factor 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", load_recipes(ROOT))
+def test_a_recipe_is_whole_and_recorded(name):
+    recipe, found = load_recipes(ROOT)[name], load_records(ROOT / "data" / "libraries")[name]
+    assert (ROOT / "kl_comedy" / "adapters" / f"{name}.py").is_file()
+    if recipe.requirements is not None:
+        pins = recipe.requirements.split()
+        assert all(re.fullmatch(r"[\w.\-]+==[\w.+!\-]+", pin) for pin in pins)
+        own = f"{recipe.distribution}=={recipe.version}".replace("_", "-").lower()
+        assert own in [pin.replace("_", "-").lower() for pin in pins]
+    assert found["version"] == recipe.version and found["read"] == recipe.date
+    assert found["settings"] and len({s["label"] for s in found["settings"]}) == len(
+        found["settings"])
+    for row in rows(found):
+        assert row["setting"] and row["cell"] and row["verdict"]
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("run: {a: {title: A}}", "a needs title, distribution"),
+    ("run: {a: {title: A, distribution: a, version: '1', date: d, packages: true, "
+     "stand_ins: [], python: [], note: ''}}", "its pinned packages are missing"),
+])
+def test_a_recipe_that_is_not_whole_is_refused(tmp_path, text, words):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "libraries.yaml").write_text(text)
+    with pytest.raises(AuditError, match=words):
+        load_recipes(tmp_path)
