@@ -1,10 +1,14 @@
 """What several files of tests share."""
 
+import signal
 import warnings
 
 import micro
 import pytest
 import torch
+
+# A shell starts what it puts in the background with Ctrl-C ignored, and tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
