@@ -191,9 +191,6 @@ def _when_equal(surrogate, toy, beta, group_size):
     size = max(0.0, found.mean.norm().item() - 3 * found.noise)
     return size / beta / exact_gradient(toy.policy, toy.ref).norm().item()
 
-# %% ../nbs/library/10d_audit.ipynb #ab451605
-#| export
-
 # %% ../nbs/library/10d_audit.ipynb #8490bc93
 def _check(beta, group_size, staleness):
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:

@@ -4,7 +4,6 @@
 __all__ = ['ESTIMATORS', 'BLOCK', 'log_ratio', 'k1', 'k2', 'k3_limit', 'k3', 'exact_kl']
 
 # %% ../nbs/derivations/01_estimators.ipynb #5af63256
-import functools
 import itertools
 import math
 
@@ -12,6 +11,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 # %% ../nbs/derivations/01_estimators.ipynb #0f395635
+def _working(a, b):
+    "The dtype in which two tensors are compared: the wider one's, float32 at least."
+    return torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+
 def log_ratio(logp, ref_logp):
     """Log-ratio `ref_logp - logp` in nats, elementwise, finite for all finite inputs.
 
@@ -26,8 +29,7 @@ def log_ratio(logp, ref_logp):
     for name, x in (("logp", logp), ("ref_logp", ref_logp)):
         if not x.is_floating_point():
             raise TypeError(f"{name} has dtype {x.dtype}: a floating dtype is needed")
-    dtype = torch.promote_types(logp.dtype, ref_logp.dtype)
-    dtype = torch.promote_types(dtype, torch.float32)
+    dtype = _working(logp, ref_logp)
     bound = math.sqrt(torch.finfo(dtype).max) / 2
     return (ref_logp.to(dtype) - logp.to(dtype)).clamp(-bound, bound)
 
@@ -75,11 +77,6 @@ def _blocks(shape):
     for i in itertools.product(*map(range, outer)):
         for start in range(0, positions, rows):
             yield *i, slice(start, start + rows)
-
-def _working(*tensors):
-    "The dtype in which logits are compared: float32, or float64 if one of them is."
-    return torch.promote_types(functools.reduce(torch.promote_types, (x.dtype for x in tensors)),
-                               torch.float32)
 
 # %% ../nbs/derivations/01_estimators.ipynb #3d17a2b2
 def _kl_by_block(logits, ref_logits):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from . import __version__
 from .environments import AuditError, prepare
+from .runs import write_atomic
 
 # %% ../nbs/library/17c_libraries.ipynb #591e8647
 def package_folder():
@@ -62,9 +63,7 @@ def audit_library(recipe, say=print):
 def record(found, root):
     "Write what `audit_library` found to data/libraries; returns the path."
     path = Path(root, "data", "libraries", f"{found['library']}.json")
-    text = json.dumps(found, indent=1) + "\n"
-    path.with_suffix(".part").write_text(text)
-    path.with_suffix(".part").replace(path)
+    write_atomic(path, json.dumps(found, indent=1) + "\n")
     return path
 
 def load_records(folder):
