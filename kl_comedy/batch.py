@@ -24,17 +24,8 @@ from pathlib import Path
 import pandas as pd
 
 import kl_comedy
-from kl_comedy.runs import (
-    FINISHED,
-    RESERVED,
-    RunError,
-    collect,
-    read_lines,
-    read_status,
-    write_atomic,
-    write_params,
-    write_status,
-)
+from .runs import (FINISHED, RESERVED, RunError, collect, read_lines, read_status,
+                            write_atomic, write_params, write_status)
 from .sweeps import SweepError, load_sweeps, plan
 
 # %% ../nbs/library/16c_batch.ipynb #a8c9f1a9
@@ -98,8 +89,10 @@ def execute(job, device=None):
 
 # %% ../nbs/library/16c_batch.ipynb #c02cba62
 def tie_to(parent):
-    """The argument that makes a kernel end when the process `parent`, its own parent, ends."""
-    kill = "ctypes.CDLL(None).prctl(1, signal.SIGKILL)" if sys.platform == "linux" else "pass"
+    """The argument that makes a kernel end
+    when the process `parent`, its own parent, ends."""
+    kill = ("ctypes.CDLL(None).prctl(1, signal.SIGKILL)" if sys.platform == "linux"
+            else "pass")
     code = (f"import ctypes, os, signal\n{kill}\n"
             f"if os.getppid() != {parent}: os._exit(1)")
     return f"--IPKernelApp.exec_lines=exec({code!r}, {{}})"      # leaves no names behind
@@ -216,7 +209,8 @@ def outcome(job):
 
 # %% ../nbs/library/16c_batch.ipynb #496d4bad
 def last_line(run_dir):
-    """What a run shows of its last step: `step`, and `reward` and `kl` (nats) if it has them."""
+    """What a run shows of its last step: `step`,
+    and `reward` and `kl` (nats) if it has them."""
     try:
         lines = read_lines(Path(run_dir) / "metrics.jsonl")
     except RunError:
@@ -261,9 +255,8 @@ def check_folder(runs_dir):
         Path(runs_dir).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=runs_dir).close()
     except OSError as error:
-        raise SweepError(
-            f"runs directory {runs_dir} cannot be written: {error.strerror}"
-        ) from None
+        raise SweepError(f"runs directory {runs_dir} cannot be written: "
+                         f"{error.strerror}") from None
 
 
 def check_record(folder, scale):
@@ -271,10 +264,10 @@ def check_record(folder, scale):
     if (folder / "runs.csv").exists():
         there = set(pd.read_csv(folder / "runs.csv", usecols=["scale"])["scale"])
         if there != {scale}:
-            raise SweepError(f"{folder} holds the record of scale {', '.join(there)}: delete "
-                             f"it to record {scale}")
+            raise SweepError(f"{folder} holds the record of scale {', '.join(there)}: "
+                             f"delete it to record {scale}")
 
-
+# %% ../nbs/library/16c_batch.ipynb #b5619a46
 def record_tables(paths, folder):
     """Make the collected tables what `folder` publishes."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -416,8 +409,7 @@ def survey(runs_dir):
         if status["state"] == "running" and (path.parent / "run.log").exists():
             with locked(path.parent, wait=False, mode="rb") as log:
                 status["state"] = "interrupted" if log else "running"
-        rows.append(
-            {"sweep": path.parts[-3], "run": path.parts[-2]} | last_line(path.parent) | status
-        )
+        rows.append({"sweep": path.parts[-3], "run": path.parts[-2]}
+                    | last_line(path.parent) | status)
     columns = ["sweep", "run", "state", "step", "reward", "kl", "seconds", "cause"]
     return pd.DataFrame(rows, columns=columns)

@@ -26,6 +26,7 @@ NEEDS = {"objective": {"sweep", "label"}, "exact": {"sweep", "column", "a", "b"}
          "alike": {"metric", "within", "a", "b"}}
 MAY = {"objective": {"is", "is_not"}}
 
+# %% ../nbs/library/19_claims.ipynb #2c0beb0c
 def read_claims(path):
     "The content of a file of claims. Raises SweepError on a check that cannot be made."
     content = read_yaml(path)
@@ -35,8 +36,8 @@ def read_claims(path):
         raise SweepError(f"{path}: {', '.join(sorted(lacking))} missing")
     for claim in content["claims"]:
         if lacking := {"id", "claim", "rule", "checks"} - set(claim):
-            raise SweepError(f"{path}: claim {claim.get('id')}: {', '.join(sorted(lacking))} "
-                             "missing")
+            raise SweepError(f"{path}: claim {claim.get('id')}: "
+                             f"{', '.join(sorted(lacking))} missing")
         for check in claim["checks"]:
             kind = check.get("kind")
             if kind not in NEEDS:
@@ -141,6 +142,7 @@ def name(side):
         words = f"{shown} in {side['placement']}, beta {side['beta']:g}"
     return words + (", off-policy" if side.get("minibatches", 1) > 1 else "")
 
+# %% ../nbs/library/19_claims.ipynb #29aff937
 def check_objective(check, records):
     "The objective of a label in an exact table is, or is not, the one that is named."
     table = records.table(check["sweep"], "gradients")
@@ -176,6 +178,7 @@ def check_stable(check, records):
         return Finding(words)
     return Finding(words, not found.any(), found.mean(), runs=len(found))
 
+# %% ../nbs/library/19_claims.ipynb #7638ee65
 def _compared(check, records):
     "The difference of the two sides; None if there are too few pairs of runs."
     sides = [records.ends(check[side], check["metric"]) for side in "ab"]

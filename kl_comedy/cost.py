@@ -29,6 +29,7 @@ class Model:
     vocabulary: int
     cache: int
 
+# %% ../nbs/library/16d_cost.ipynb #5b3951a3
 @lru_cache(maxsize=None)
 def model_of(policy, root):
     """The `Model` of a policy: a folder of data/ in `root`, any folder, or a known id.
@@ -67,6 +68,7 @@ class Load:
     tests: int
     tested: int
 
+# %% ../nbs/library/16d_cost.ipynb #4abd474e
 def load_of(run):
     """The `Load` of the parameters `run` of one run.
 
@@ -121,6 +123,7 @@ B200 = GPU("B200", 192e9, 2.25e15, 8e12)
 H200 = GPU("H200", 141e9, 0.989e15, 4.8e12)
 UTILISATION = 0.4  # an assumption
 
+# %% ../nbs/library/16d_cost.ipynb #7b91a6d5
 def work(model, run, gpu):
     "Tokens drawn and trained on, at most, and hours, of one run."
     load, n = load_of(run), model.parameters
@@ -219,4 +222,5 @@ def check_gpus(table, devices, workers):
     for row in table[table.memory > least].to_dict("records"):
         raise SweepError(
             f"{row['sweep']} of {row['model']} needs {row['memory']:.0f} GB, and a GPU "
-            f"here has {least:.0f}: set dtype to bfloat16, rows or draw_rows lower in its sweep")
+            f"here has {least:.0f}: set dtype to bfloat16, rows or draw_rows lower in "
+            "its sweep")

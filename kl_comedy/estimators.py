@@ -44,7 +44,8 @@ def k2(logp, ref_logp):
 
 # %% ../nbs/derivations/01_estimators.ipynb #c4d20d8f
 def k3_limit(dtype):
-    "The log-ratio above which K3 is continued by its tangent: 44 in float32, 354 in float64."
+    """The log-ratio above which K3 is continued by its tangent:
+    44 in float32, 354 in float64."""
     return math.log(torch.finfo(dtype).max) / 2
 
 def k3(logp, ref_logp):

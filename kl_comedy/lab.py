@@ -21,14 +21,15 @@ def check_count(name, count, least=1):
     if isinstance(count, bool) or not isinstance(count, int) or count < least:
         raise ValueError(f"{name}={count!r}: an integer of at least {least} is allowed")
 
+# %% ../nbs/derivations/06_lab.ipynb #83ec2aa9
 class Policy:
     """A finite-state autoregressive policy over V tokens and a fixed horizon.
 
     In state s the next token has log-probs `logp()[s]`, token a leads to state
     `next_state[s, a]`, and every sequence starts in state 0 and has `horizon` tokens.
-    `parameters` are the logits (S, V) themselves or, with `features` (S, V, P), the P weights
-    of a log-linear policy. Everything is float64. Raises ValueError on a horizon below 1,
-    shapes that do not fit and non-finite numbers.
+    `parameters` are the logits (S, V) themselves or, with `features` (S, V, P), the P
+    weights of a log-linear policy. Everything is float64. Raises ValueError on a horizon
+    below 1, shapes that do not fit and non-finite numbers.
     """
     def __init__(self, parameters, next_state, horizon, features=None):
         check_count("horizon", horizon)
@@ -38,7 +39,8 @@ class Policy:
             raise ValueError(f"parameters have shape {tuple(self.parameters.shape)}: "
                              f"{tuple(shape)} is needed")
         if not self.parameters.isfinite().all():
-            raise ValueError("parameters hold a non-finite number: only finite ones are allowed")
+            raise ValueError("parameters hold a non-finite number: only finite ones are "
+                             "allowed")
         self.next_state, self.horizon, self.features = next_state, horizon, features
         self.layers, self.children = [torch.zeros(1, dtype=torch.long)], []
         for _ in range(horizon - 1):  # reachable states, and where a step leads among them
@@ -86,7 +88,8 @@ class PrefixTreePolicy(Policy):
 
 # %% ../nbs/derivations/06_lab.ipynb #093d128f
 def _contexts(v, order):
-    "Transitions (S, V) between contexts of at most `order` tokens; a full one drops its oldest."
+    """Transitions (S, V) between contexts of at most `order` tokens;
+    a full one drops its oldest."""
     full = sum(v**t for t in range(order))  # the row of the first full context
     child = torch.arange((full + v**order) * v).view(-1, v) + 1
     return child.where(child < full + v**order, full + (child - 1 - full * v) % v**order)
@@ -107,17 +110,20 @@ def _log_linear(weights, context, next_state, horizon):
     features = torch.stack([torch.zeros_like(context), context], 1)
     return Policy(weights, next_state, horizon, features)
 
+# %% ../nbs/derivations/06_lab.ipynb #806c98a6
 def history_policy(weights, horizon):
     """Binary policy with three weights and a memory of the whole prefix.
 
-    The logit of token 1 is weights . (1, last token, mean of all tokens so far), with tokens
-    read as -1 and +1, and 0 before the first. A state is (step, count of ones, last token).
+    The logit of token 1 is weights . (1, last token, mean of all tokens so far), with
+    tokens read as -1 and +1, and 0 before the first. A state is (step, count of ones,
+    last token).
     """
     check_count("horizon", horizon)
     t, ones, last = torch.meshgrid(torch.arange(horizon), torch.arange(horizon + 1),
                                    torch.arange(2), indexing="ij")
     mean = (2 * ones - t).double() / t.clamp(min=1)
-    context = torch.stack([torch.ones_like(mean), (2 * last - 1) * (t > 0), mean * (t > 0)], -1)
+    context = torch.stack([torch.ones_like(mean), (2 * last - 1) * (t > 0),
+                           mean * (t > 0)], -1)
     token = torch.arange(2)
     child = ((t[..., None] + 1) * (horizon + 1) + ones[..., None] + token) * 2 + token
     child = child.view(-1, 2)
@@ -144,8 +150,9 @@ def _same_space(policy, **others):
     for name, other in others.items():
         if other is not None and (other.horizon != policy.horizon
                                   or not torch.equal(other.next_state, policy.next_state)):
-            raise ValueError(f"{name} has other states or another horizon ({other.horizon}) "
-                             f"than the policy ({policy.horizon}): both must agree")
+            raise ValueError(f"{name} has other states or another horizon "
+                             f"({other.horizon}) than the policy ({policy.horizon}): "
+                             "both must agree")
 
 def occupancy(policy, probs):
     "Probability of each reachable state at each step: `horizon` vectors, forward in time."
@@ -157,17 +164,19 @@ def occupancy(policy, probs):
 
 # %% ../nbs/derivations/06_lab.ipynb #e733314a
 def divergence(policy, ref, target="sequence_reverse_kl", parameters=None):
-    """Exact divergence in nats: a scalar, differentiable in `parameters` (default: its own).
+    """Exact divergence in nats: a scalar, differentiable in `parameters`
+    (default: its own).
 
-    The sequence targets let the states' distribution depend on the parameters; the token ones
-    freeze it at the policy's. Cost O(horizon x states x V). Raises ValueError on an unknown
-    target or a reference over other states.
+    The sequence targets let the states' distribution depend on the parameters; the token
+    ones freeze it at the policy's. Cost O(horizon x states x V). Raises ValueError on an
+    unknown target or a reference over other states.
     """
     if target not in TARGETS:
         raise ValueError(f"target={target!r}: allowed are {', '.join(TARGETS)}")
     _same_space(policy, ref=ref)
     logp, ref_logp = policy.logp(parameters), ref.logp()
-    at = occupancy(policy, ref_logp.exp() if target == "sequence_forward_kl" else logp.exp())
+    at = occupancy(policy, ref_logp.exp() if target == "sequence_forward_kl"
+                   else logp.exp())
     if target.endswith("reverse_kl"):
         per_state = (logp.exp() * (logp - ref_logp)).sum(-1)
     else:
@@ -178,7 +187,8 @@ def divergence(policy, ref, target="sequence_reverse_kl", parameters=None):
 
 # %% ../nbs/derivations/06_lab.ipynb #28cd32c2
 def exact_gradient(policy, ref, target="sequence_reverse_kl"):
-    "Exact gradient of `divergence` with respect to the policy's parameters, in their shape."
+    """Exact gradient of `divergence` with respect to the policy's parameters,
+    in their shape."""
     parameters = policy.parameters.clone().requires_grad_()
     return torch.autograd.grad(divergence(policy, ref, target, parameters), parameters)[0]
 
@@ -194,11 +204,13 @@ def enumerate_sequences(policy):
 
 # %% ../nbs/derivations/06_lab.ipynb #0b22a01e
 class Terms:
-    """What one token adds to a gradient estimate, for every state and token, (S, V) float64.
+    """What one token adds to a gradient estimate, for every state and token,
+    (S, V) float64.
 
     `kl` is the estimate in the reward, `slope` the derivative of the one in the loss, `row`
-    the gradient of an exact one in the loss, `p` the policy, `mu` the sampling policy, `weight`
-    a token's importance ratio. Raises ValueError if the policies have different states.
+    the gradient of an exact one in the loss, `p` the policy, `mu` the sampling policy,
+    `weight` a token's importance ratio. Raises ValueError if the policies have different
+    states.
     """
     def __init__(self, policy, ref, config, behaviour=None):
         _same_space(policy, ref=ref, behaviour=behaviour)
@@ -210,13 +222,15 @@ class Terms:
             self.weight = torch.where(self.p > 0, self.p / self.mu, 0)
             if not self.weight.isfinite().all():
                 s, a = (~self.weight.isfinite()).nonzero()[0].tolist()
-                raise ValueError(f"behaviour gives token {a} in state {s} probability 0, the "
-                                 "policy does not: no weight makes up for what is never drawn")
+                raise ValueError(f"behaviour gives token {a} in state {s} probability 0, "
+                                 "the policy does not: no weight makes up for what is "
+                                 "never drawn")
         self.kl = self.slope = self.row = torch.zeros_like(self.p)
         if config.placement == "none":
             return
         exact = config.estimator == "exact"
-        kl = exact_kl(logp, ref_logp) if exact else ESTIMATORS[config.estimator](logp, ref_logp)
+        kl = (exact_kl(logp, ref_logp) if exact
+              else ESTIMATORS[config.estimator](logp, ref_logp))
         grad, = torch.autograd.grad(kl.sum(), logp)
         if config.placement in ("reward", "both"):
             self.kl = (kl.unsqueeze(-1) if exact else kl).detach().expand_as(self.p)
@@ -224,9 +238,12 @@ class Terms:
             self.row, self.slope = (grad, self.slope) if exact else (self.row, grad)
 
     def gradient(self, scores, mass):
-        "Logits' gradient (..., S, V): `scores` sums score coefficients, `mass` (..., S) rows."
-        return (scores - self.p * scores.sum(-1, keepdim=True) + mass.unsqueeze(-1) * self.row)
+        """Logits' gradient (..., S, V): `scores` sums score coefficients,
+        `mass` (..., S) rows."""
+        return (scores - self.p * scores.sum(-1, keepdim=True)
+                + mass.unsqueeze(-1) * self.row)
 
+# %% ../nbs/derivations/06_lab.ipynb #bd36c9f5
 def score_features(policy, terms):
     "Of a parametric policy: a token's score (S, V, P) and a state's loss row (S, P)."
     mean = torch.einsum("sv,svp->sp", terms.p, policy.features)
@@ -246,11 +263,13 @@ def _estimates_ahead(policy, q, kl):
 def expected_gradient(policy, ref, config, behaviour=None):
     """Exact expectation of `config`'s gradient estimate, shaped as the policy's parameters.
 
-    Sequences come from `behaviour`, or from the policy itself if that is None. Without beta.
-    Cost O(horizon x states x V). Raises ValueError if the policies have different states.
+    Sequences come from `behaviour`, or from the policy itself if that is None. Without
+    beta. Cost O(horizon x states x V). Raises ValueError if the policies have different
+    states.
     """
     terms, weighted = Terms(policy, ref, config, behaviour), config.importance == "sequence"
-    q, weight = (terms.p, torch.ones_like(terms.p)) if weighted else (terms.mu, terms.weight)
+    q, weight = ((terms.p, torch.ones_like(terms.p)) if weighted
+                 else (terms.mu, terms.weight))
     ahead = list(_estimates_ahead(policy, q, terms.kl))
     scores, mass = torch.zeros_like(q), q.new_zeros(len(q))
     at, past = q.new_ones(1), q.new_zeros(1)
@@ -261,7 +280,8 @@ def expected_gradient(policy, ref, config, behaviour=None):
         scores[layer] += weight[layer] * (credit[config.credit] + flow * terms.slope[layer])
         mass[layer] += (weight[layer] * flow).sum(-1)
         if child is not None:
-            at, past = (q.new_zeros(child.max() + 1).index_add_(0, child.flatten(), x.flatten())
+            at, past = (q.new_zeros(child.max() + 1)
+                        .index_add_(0, child.flatten(), x.flatten())
                         for x in (flow, before + own))
     return policy.pull_back(terms.gradient(scores, mass))
 
@@ -286,15 +306,17 @@ def enumerated_gradients(policy, ref, config, behaviour=None):
 
 # %% ../nbs/derivations/06_lab.ipynb #5559209b
 def named_objective(gradient, policy, ref):
-    """The divergence, or difference of two, that has `gradient` as its exact gradient, in words.
+    """The divergence, or difference of two, that has `gradient`
+    as its exact gradient, in words.
 
-    "zero" if it vanishes and "none of these" if nothing fits, to 1e-9 of its own norm or of the
-    sequence-level reverse KL's gradient, whichever is larger.
+    "zero" if it vanishes and "none of these" if nothing fits, to 1e-9 of its own norm or
+    of the sequence-level reverse KL's gradient, whichever is larger.
     """
-    exact = {target.replace("_", " ").replace(" kl", " KL"): exact_gradient(policy, ref, target)
-             for target in TARGETS}
+    exact = {target.replace("_", " ").replace(" kl", " KL"):
+             exact_gradient(policy, ref, target) for target in TARGETS}
     size = max(gradient.norm(), exact["sequence reverse KL"].norm())
-    exact |= {f"{a} - {b}": exact[a] - exact[b] for a, b in itertools.permutations(exact, 2)}
+    exact |= {f"{a} - {b}": exact[a] - exact[b]
+              for a, b in itertools.permutations(exact, 2)}
     for name, candidate in {"zero": torch.zeros_like(gradient), **exact}.items():
         if (gradient - candidate).norm() <= 1e-9 * size:
             return name
@@ -324,8 +346,9 @@ def sample(policy, n, rng):
 
 # %% ../nbs/derivations/06_lab.ipynb #df7eac3a
 def _sum_scores(terms, visits, trials, config):
-    """What the tokens' scores are multiplied by, summed over the sequences of each trial, from the
-    last token back: (trials, S, V), and the weight of each state's loss, (trials, S)."""
+    """What the tokens' scores are multiplied by, summed over the sequences of each trial,
+    from the last token back: (trials, S, V), and the weight of each state's loss,
+    (trials, S)."""
     states, v = terms.p.shape
     kl, weight = terms.kl.flatten(), terms.weight.flatten()
     in_reward, in_loss = (config.placement in (x, "both") for x in ("reward", "loss"))
@@ -347,15 +370,18 @@ def _sum_scores(terms, visits, trials, config):
             own = kl.index_select(0, row)
             credit = own if config.credit == "token" else credit + own
         if in_reward:
-            credits.index_add_(0, cells, credit if config.importance == "none" else credit * w)
+            credits.index_add_(0, cells, credit if config.importance == "none"
+                               else credit * w)
     credits = credits.view(trials, states, v)
     if not in_loss:
         return credits, credits.new_zeros(trials, states)
     counts = counts.view(trials, states, v)
     return credits + counts * terms.slope, counts.sum(-1)
 
+# %% ../nbs/derivations/06_lab.ipynb #1ba4b4a0
 def _parameter_gradient(policy, terms, scores, mass):
-    "`terms.gradient` in the parameters, (trials, ...), without the gradient of every logit."
+    """`terms.gradient` in the parameters, (trials, ...),
+    without the gradient of every logit."""
     if policy.features is None:
         return terms.gradient(scores, mass)
     score, row = score_features(policy, terms)
@@ -364,8 +390,10 @@ def _parameter_gradient(policy, terms, scores, mass):
 # %% ../nbs/derivations/06_lab.ipynb #c03a774f
 CHUNK = 20_000  # sequences sampled at a time: small enough for the cache
 
+# %% ../nbs/derivations/06_lab.ipynb #62d3731f
 def sample_gradients(policy, ref, config, n_sequences, n_trials, seed, behaviour=None):
-    """Monte-Carlo gradients, (n_trials, *parameters.shape): each the mean over `n_sequences`.
+    """Monte-Carlo gradients, (n_trials, *parameters.shape): each the mean
+    over `n_sequences`.
 
     Trials are independent, and the same `seed` gives the same numbers. Without beta. Raises
     ValueError on counts below 1 and on policies of different states.
@@ -377,7 +405,8 @@ def sample_gradients(policy, ref, config, n_sequences, n_trials, seed, behaviour
     sizes = [min(per_chunk, n_trials - done) for done in range(0, n_trials, per_chunk)]
 
     def chunk(trials, seed):
-        sampler, rng = policy if behaviour is None else behaviour, np.random.default_rng(seed)
+        sampler, rng = (policy if behaviour is None else behaviour,
+                        np.random.default_rng(seed))
         visits = sample(sampler, trials * n_sequences, rng)
         sums = _sum_scores(terms, visits, trials, config)
         return _parameter_gradient(policy, terms, *sums) / n_sequences

@@ -27,6 +27,7 @@ def divisor(args):
         return "advantages"
     return getattr(args, "scale_rewards", "none")
 
+# %% ../nbs/library/13c_penalty.ipynb #ca399a96
 def leave_one_out(credit, group, scored):
     """Mean credit of the other members of each sequence's group, at the same token.
 
@@ -123,8 +124,9 @@ class _Logits(_Passes):
             entropy = -(every.exp() * every).sum(-1) if compute_entropy else None
             kept = logits if self.phase in ("loss", "logits") else None
             out.append((logps, entropy, kept))
-        logps, entropy, logits = (None if x[0] is None else torch.cat(x) if len(x) > 1 else x[0]
-                                  for x in zip(*out))  # one part stays what the rest grew from
+        logps, entropy, logits = (
+            None if x[0] is None else torch.cat(x) if len(x) > 1 else x[0]
+            for x in zip(*out))  # one part stays what the rest grew from
         self.logits = logits
         return logps, entropy, None
 
@@ -319,7 +321,8 @@ class Penalty(_Baseline):
                 tokens = tokens * parts / self.args.steps_per_generation
             return terms.sum() / tokens
         raise ValueError(f"args.loss_type={self.loss_type!r}: unknown to this trainer; "
-                         "allowed are grpo, sapo, bnpo, dr_grpo, luspo, cispo, dapo and vespo")
+                         "allowed are grpo, sapo, bnpo, dr_grpo, luspo, cispo, dapo and "
+                         "vespo")
 
     def _compute_loss(self, model, inputs):
         if not self.kl.active:

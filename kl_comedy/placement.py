@@ -128,9 +128,9 @@ def _used(config, **tensors):
 def importance_weight(logp, behaviour_logp, importance):
     """Detached weight pi/pi_behaviour of every token, (B, T): its own or its sequence's.
 
-    Both log-probs are (B, T) in nats, 0 where masked. The exponent is capped at a quarter of
-    the logarithm of the dtype's largest number (22 in float32), so that the weight times K3
-    is finite. Raises ValueError on another kind of weight.
+    Both log-probs are (B, T) in nats, 0 where masked. The exponent is capped at a quarter
+    of the logarithm of the dtype's largest number (22 in float32), so that the weight times
+    K3 is finite. Raises ValueError on another kind of weight.
     """
     if importance not in CHOICES["importance"][1:]:
         raise ValueError(f"importance={importance!r}: allowed are token, sequence")
@@ -174,7 +174,8 @@ def kl_credit(logp, ref_logp, mask, config, token_kl=None):
                     config.credit)
 
 # %% ../nbs/derivations/02_placement.ipynb #c3a91f04
-def kl_terms(logp, ref_logp, mask, config, behaviour_logp=None, token_kl=None, baseline=None):
+def kl_terms(logp, ref_logp, mask, config, behaviour_logp=None, token_kl=None,
+             baseline=None):
     """`kl_surrogate` before its sum over tokens and mean over sequences: (B, T).
 
     A trainer that aggregates in another way starts here. `baseline`: (B, T), detached,

@@ -49,7 +49,7 @@ def read_lines(path):
                            "to make the run again") from None
     return found
 
-
+# %% ../nbs/library/16_runs.ipynb #7584db6a
 def read_status(run_dir):
     """The status of a run as a dict; `{"state": "absent"}` before its first attempt.
 
@@ -143,7 +143,7 @@ def write_params(run_dir, parameters):
     own = {name: value for name, value in parameters.items() if name != "run_dir"}
     write_atomic(Path(run_dir) / "params.yaml", yaml.safe_dump(own, sort_keys=False))
 
-
+# %% ../nbs/library/16_runs.ipynb #79ecccae
 def claim(run_dir, parameters):
     """Note whose run this is. Raises RunError if it is that of other parameters."""
     if not (Path(run_dir) / "params.yaml").exists():
@@ -250,13 +250,8 @@ def collect(run_dirs, out_dir, scale):
     }
     for name in sorted({p.stem for d in done for p in d.glob("*.csv")}):
         paths = {d.name: d / f"{name}.csv" for d in done}
-        tables[name] = stack(
-            {
-                run: pd.read_csv(p, dtype=str, keep_default_na=False)
-                for run, p in paths.items()
-                if p.exists()
-            }
-        )
+        tables[name] = stack({run: pd.read_csv(p, dtype=str, keep_default_na=False)
+                              for run, p in paths.items() if p.exists()})
     for name, table in tables.items():
         path, text = out_dir / f"{name}.csv", table.to_csv(index=False)
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -61,19 +61,16 @@ def notebook_parameters(path, needed=()):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SweepError(f"{path} is not a notebook that can be read: {error!r}") from None
     if len(tagged) != 1:
-        raise SweepError(
-            f"{path} has {len(tagged) or 'no'} cells tagged 'parameters', needs one"
-        )
+        raise SweepError(f"{path} has {len(tagged) or 'no'} cells tagged 'parameters', "
+                         "needs one")
     found, source = {}, "".join(tagged[0]["source"])
     try:
         for node in ast.parse(source).body:
             (target,) = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
             found[target.id] = ast.literal_eval(node.value)
     except (SyntaxError, AttributeError, ValueError):
-        raise SweepError(
-            f"{path}: its parameters cell must hold lines NAME = number, text, True, "
-            f"False, None or list, got {source!r}"
-        ) from None
+        raise SweepError(f"{path}: its parameters cell must hold lines NAME = number, "
+                         f"text, True, False, None or list, got {source!r}") from None
     if lacking := sorted(set(needed) - found.keys()):
         raise SweepError(f"{path} needs {', '.join(lacking)} in its parameters cell")
     return found
@@ -244,17 +241,8 @@ def load_sweep(path, root):
     check_values(f"{path}: parameters", shared, defaults, data["notebook"])
     check_prefix(path, data["prefix"], defaults)
     check_keys(f"{path}: scales", scales, dict.fromkeys(SCALES, dict))
-    sweep = Sweep(
-        Path(path),
-        notebook,
-        gallery,
-        data.get("description", ""),
-        data["prefix"],
-        data.get("order", 0),
-        shared,
-        scales,
-        defaults,
-    )
+    sweep = Sweep(Path(path), notebook, gallery, data.get("description", ""),
+                  data["prefix"], data.get("order", 0), shared, scales, defaults)
     for scale in scales:
         plan(sweep, scale)
     return sweep

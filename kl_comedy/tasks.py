@@ -67,7 +67,7 @@ def sum_problem(index: int) -> Problem:
     numbers = five_numbers(index)
     return Problem("sum", f"M{','.join(map(str, numbers))}:", str(sum(numbers)))
 
-
+# %% ../nbs/library/11_tasks.ipynb #69d2a466
 def chain(numbers: list[int], rng: Random, noise: float, slip: int = 3,
           modulus: int = 100) -> str:
     "Additions from left to right; a wrong one gives 1 to `slip` more, and goes on so."
@@ -283,7 +283,7 @@ def math_verifier() -> Verifier:
     "The verifier of `math` in this process; its `counts` say what could not be decided."
     return Verifier()
 
-
+# %% ../nbs/library/11_tasks.ipynb #6f363580
 def check_answers(problems: list[Problem], completions: list[str]) -> list[str]:
     """The verdict on a completion of each problem: `right` or `wrong`.
 
@@ -340,7 +340,7 @@ def n_problems(task: str, split: str, source: str | Path | None = None) -> int:
         return len(loaded(str(source), split))
     return split_size(task_named(task), split)
 
-
+# %% ../nbs/library/11_tasks.ipynb #634d1852
 def problems(task: str, split: str, n: int, seed: int = 0,
              source: str | Path | None = None) -> list[Problem]:
     """n different problems of a task's split, drawn by `seed`; the same ones every time.

@@ -74,6 +74,7 @@ def check_settings(kl, args):
                       "scale_rewards='none' (GRPO) or normalize_advantages=False (RLOO)",
                       stacklevel=3)
 
+# %% ../nbs/library/14_trainer.ipynb #42f57a3d
 CUT = {"top_k": (0, None, -1), "top_p": (1, None), "min_p": (0, None),
        "repetition_penalty": (1, None), "generation_kwargs": (None, {}),
        "vllm_structured_outputs_regex": (None,), "mask_truncated_completions": (False,)}
@@ -92,6 +93,7 @@ CAUSES = ("dropout is active (set disable_dropout=True), the reference is not th
 class NotFinite(ValueError):
     "A log-prob that is nan or infinite: the message has sequence and token."
 
+# %% ../nbs/library/14_trainer.ipynb #1927aa92
 class _Watch:
     "Guards and measurements; nothing here touches the gradient."
     started = False
@@ -159,10 +161,10 @@ class _Watch:
         if sum(self.seen) < -SURE and "sign" not in self.warned:
             self.warned.add("sign")
             warnings.warn(
-                f"the K1 of the last {len(self.seen)} batches adds up to {sum(self.seen):.3g} "
-                f"nats; below -{SURE} it comes less than once in 10^8 times when responses "
-                "are samples of the policy. Likely they are not: top_k, top_p or min_p, a "
-                "temperature, stale weights")
+                f"the K1 of the last {len(self.seen)} batches adds up to "
+                f"{sum(self.seen):.3g} nats; below -{SURE} it comes less than once in 10^8 "
+                "times when responses are samples of the policy. Likely they are not: "
+                "top_k, top_p or min_p, a temperature, stale weights")
 
 # %% ../nbs/library/14_trainer.ipynb #23ec86c6
 class _KLTrainer(_Watch, Penalty):
@@ -202,6 +204,7 @@ class _KLTrainer(_Watch, Penalty):
             print(self.objective())
         return super().train(*args, **kwargs)
 
+# %% ../nbs/library/14_trainer.ipynb #aa0b72f4
 AGGREGATION = {"luspo": "summed over the tokens of a response",
                "grpo": "averaged over the tokens of each response (another objective)",
                "sapo": "averaged over the tokens of each response (another objective)",
@@ -209,6 +212,7 @@ AGGREGATION = {"luspo": "summed over the tokens of a response",
                } | dict.fromkeys(("bnpo", "cispo", "dapo", "vespo"),
                                  "summed over tokens, divided by the tokens of the batch")
 
+# %% ../nbs/library/14_trainer.ipynb #2d1e986c
 class KLRLOOTrainer(_KLTrainer, RLOOTrainer):
     """TRL's `RLOOTrainer` with the KL of `kl`, a `KLConfig`; its other arguments are TRL's.
 

@@ -29,6 +29,7 @@ class MarkComplete(TrainerCallback):
     def on_save(self, args, state, control, **_):
         (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
 
+# %% ../nbs/library/14b_training.ipynb #ae800ed0
 def resume_point(run, output_dir):
     """The last complete checkpoint in `output_dir`, None if there is none.
 
@@ -44,6 +45,7 @@ def resume_point(run, output_dir):
     run.rewind(step)
     return str(complete[step]) if complete else None
 
+# %% ../nbs/library/14b_training.ipynb #d44b692d
 def keep_policy(output_dir):
     "Leave of a finished run's checkpoints the last policy: its weights and its tokenizer."
     *older, last = sorted(Path(output_dir).glob("checkpoint-*"),
@@ -201,7 +203,8 @@ class Exam:
         self.rates = {trained: found["pass_rates"]}
         for task, asked in others:
             result = evaluate(model, self.tokenizer, asked, n, seed, **self.size)
-            numbers[f"pass_{task}"], self.rates[task] = result["pass_at_1"], result["pass_rates"]
+            numbers[f"pass_{task}"], self.rates[task] = (result["pass_at_1"],
+                                                         result["pass_rates"])
         for name, tasks in (("pass_out", [task for task, _ in others]),
                             ("pass_risk", [task for task, _ in others if task in AT_RISK])):
             if tasks:

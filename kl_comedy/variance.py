@@ -14,7 +14,7 @@ def _scores(policy, terms):
     p, (states, v) = terms.p, terms.p.shape
     if policy.features is not None:
         return score_features(policy, terms)
-    score = torch.eye(v, dtype=p.dtype) - p[:, None]  # of the logits of the token's own state
+    score = torch.eye(v, dtype=p.dtype) - p[:, None]  # of the logits of a token's own state
     here = torch.arange(states)
     scores, rows = p.new_zeros(states, v, states, v), p.new_zeros(states, states, v)
     scores[here, :, here], rows[here, here] = score, terms.row
@@ -44,11 +44,11 @@ def _step(terms, scores, rows, config, baseline, layer):
 def gradient_variance(policy, ref, config, behaviour=None, leave_one_out=None):
     """Exact variance of `config`'s gradient estimate per sequence, summed over parameters.
 
-    The mean over n sequences has 1/n of it. `leave_one_out`: the size (2 or more) of a group
-    in which the other members' mean credit is subtracted from each score's. Cost O(horizon x
-    states x V x parameters), and horizon times that with the baseline. Raises ValueError if the
-    policies have different states, on a baseline with `behaviour`, which is not implemented,
-    and on one that could not act.
+    The mean over n sequences has 1/n of it. `leave_one_out`: the size (2 or more) of a
+    group in which the other members' mean credit is subtracted from each score's. Cost
+    O(horizon x states x V x parameters), and horizon times that with the baseline. Raises
+    ValueError if the policies have different states, on a baseline with `behaviour`, which
+    is not implemented, and on one that could not act.
     """
     _check_group(leave_one_out, config, behaviour)
     terms = Terms(policy, ref, config, behaviour)
@@ -78,16 +78,17 @@ def _check_group(size, config, behaviour):
     if isinstance(size, bool) or not isinstance(size, int) or size < 2:
         raise ValueError(f"leave_one_out={size!r}: a group size of at least 2 is allowed")
     if behaviour is not None:
-        raise ValueError(f"leave_one_out={size}: implemented on-policy only, behaviour=None is "
-                         "needed")
+        raise ValueError(f"leave_one_out={size}: implemented on-policy only, "
+                         "behaviour=None is needed")
     if config.placement not in ("reward", "both"):
-        raise ValueError(f"leave_one_out={size}: placement={config.placement!r} has no estimate "
-                         "in the reward to subtract a baseline from")
+        raise ValueError(f"leave_one_out={size}: placement={config.placement!r} has no "
+                         "estimate in the reward to subtract a baseline from")
 
 # %% ../nbs/derivations/07_variance.ipynb #854b6510
 def _credit_moments(policy, terms, credit):
     "Mean and second moment of what the score of each step is multiplied by, (T,) each."
-    at, steps = occupancy(policy, terms.p), list(zip(policy.layers, [*policy.children, None]))
+    at, steps = (occupancy(policy, terms.p),
+                 list(zip(policy.layers, [*policy.children, None])))
     mean, square, ahead = [], [], None
     for d, (layer, child) in zip(reversed(at), reversed(steps)):
         k, p = terms.kl[layer], terms.p[layer]
@@ -102,7 +103,8 @@ def _credit_moments(policy, terms, credit):
 
 # %% ../nbs/derivations/07_variance.ipynb #33df0fbf
 def _leave_one_out(policy, terms, scores, credit):
-    "The ideal baseline of each step, (T,), and the noise that estimating it from one other adds."
+    """The ideal baseline of each step, (T,),
+    and the noise that estimating it from one other adds."""
     horizon, p = policy.horizon, terms.p
     squares, cross, live = [], p.new_zeros(horizon, horizon, scores.shape[-1]), None
     steps = zip(occupancy(policy, p), policy.layers, [*policy.children, None])
@@ -118,7 +120,7 @@ def _leave_one_out(policy, terms, scores, credit):
                 1, child.flatten(), flow.flatten(1, 2))
     if credit != "token":
         cross = cross.flip(1).cumsum(1).flip(1)  # E[f_t sum_{v >= u} K_v]
-        whole = cross.diagonal().T[:, None].expand_as(cross)  # for u < t the past has no part
+        whole = cross.diagonal().T[:, None].expand_as(cross)  # u < t: the past has no part
         past = torch.ones(horizon, horizon, dtype=torch.bool).tril()[..., None]
         cross = whole if credit == "sequence" else torch.where(past, whole, cross)
     mean, square = _credit_moments(policy, terms, credit)
@@ -127,13 +129,14 @@ def _leave_one_out(policy, terms, scores, credit):
 
 # %% ../nbs/derivations/07_variance.ipynb #0068aebd
 def sampled_statistics(gradients, exact):
-    """Bias, spread and direction of sampled gradients (trials, *shape) about `exact` (*shape).
+    """Bias, spread and direction of sampled gradients (trials, *shape)
+    about `exact` (*shape).
 
-    Returns floats: `bias`, the norm of mean minus exact, with `bias_low` and `bias_high`, a 95%
-    interval of the true norm that reaches 0 for an unbiased estimator; `std`, the root of the
-    summed variances, and its standard error `std_se`; `cosine` to `exact`, the mean over trials,
-    and its standard error `cosine_se`. Norms are relative to the norm of `exact`. Raises
-    ValueError on fewer than 2 trials and on an `exact` that is zero.
+    Returns floats: `bias`, the norm of mean minus exact, with `bias_low` and `bias_high`,
+    a 95% interval of the true norm that reaches 0 for an unbiased estimator; `std`, the
+    root of the summed variances, and its standard error `std_se`; `cosine` to `exact`, the
+    mean over trials, and its standard error `cosine_se`. Norms are relative to the norm of
+    `exact`. Raises ValueError on fewer than 2 trials and on an `exact` that is zero.
     """
     if len(gradients) < 2:
         raise ValueError(f"gradients hold {len(gradients)} trials: at least 2 are needed")
@@ -142,12 +145,13 @@ def sampled_statistics(gradients, exact):
     error = (gradients - exact).flatten(1) / exact.norm()
     n, mean, cov = len(error), error.mean(0), torch.atleast_2d(error.T.cov())
     square, noise = mean.square().sum() - cov.trace() / n, cov.square().sum() / n**2
-    along = (mean @ cov @ mean / n - noise).clamp(min=0)  # b' Sigma b / n, noise of the mean removed
+    along = (mean @ cov @ mean / n - noise).clamp(min=0)  # b' Sigma b / n, less noise
     se = (4 * along + 2 * noise).sqrt()
     low, high = ((square + z * se).clamp(min=0).sqrt() for z in (-1.96, 1.96))
     cosine = torch.cosine_similarity(gradients.flatten(1), exact.flatten()[None])
     total = cov.trace().clamp(min=torch.finfo(cov.dtype).tiny)  # no spread has no error
     std_se = (cov.square().sum() / (2 * (n - 1) * total)).sqrt()
-    values = {"bias": mean.norm(), "bias_low": low, "bias_high": high, "std": cov.trace().sqrt(),
-              "std_se": std_se, "cosine": cosine.mean(), "cosine_se": cosine.std() / n**0.5}
+    values = {"bias": mean.norm(), "bias_low": low, "bias_high": high,
+              "std": cov.trace().sqrt(), "std_se": std_se,
+              "cosine": cosine.mean(), "cosine_se": cosine.std() / n**0.5}
     return {name: value.item() for name, value in values.items()}

@@ -95,6 +95,16 @@ def test_a_notebook_holds_no_outputs(path):
     assert not [c["id"] for c in cells if c.get("outputs")], "clear all outputs and save"
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.name)
+def test_code_fits_the_width_of_the_page(path):
+    """A code block of the site holds 92 columns; a longer line makes it scroll sideways."""
+    cells = json.loads(path.read_text())["cells"]
+    wide = [f"cell {cell['id']}, line {n}: {len(line)} columns" for cell in cells
+            if cell["cell_type"] == "code"
+            for n, line in enumerate("".join(cell["source"]).splitlines(), 1) if len(line) > 92]
+    assert wide == [], "break the line at a natural place"
+
+
 SWEEPS = sorted(ROOT.glob("data/sweeps/*.yaml"))
 
 
