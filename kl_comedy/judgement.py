@@ -121,6 +121,8 @@ def judge(surrogate, toy, beta=1.0, group_size=2, scale_on=None):
     found = expect(surrogate, toy, group_size)
     name, scale = name_gradient(found, toy)
     goal = exact_gradient(toy.policy, toy.ref).flatten()
+    if name == "zero" and 3 * found.noise > beta * abs(scale_on or 0) * goal.norm() > 0:
+        name, scale = "too noisy to tell", None
     size, along = found.mean.norm(), (found.mean @ goal / (goal @ goal)).item()
     fitted = scale and not name.endswith(EACH)
     known = beta * scale_on if scale_on else along

@@ -261,6 +261,15 @@ def test_noise_does_not_invent_a_sum(size):
     assert audit(divided, group_size=size).on_policy.objective == "none of these"
 
 
+def test_what_drowns_in_noise_is_not_called_zero():
+    def self_normalised(b):
+        weight = (logp(b) - b.behaviour_logp.masked_fill(~b.mask, 0)).sum(1).exp().detach()
+        return (weight / weight.mean() * -gap(b).detach().sum(1) * logp(b).sum(1)).mean()
+
+    assert audit(self_normalised, staleness=1.0).off_policy.objective == "too noisy to tell"
+    assert audit(self_normalised).off_policy.objective == SEQ
+
+
 @pytest.mark.parametrize("loss", [
     lambda b: (k3(b) * (torch.rand_like(b.logp) < 0.5)).sum(1).mean(),
     lambda b, calls=[]: calls.append(1) or in_loss(b) * len(calls)])  # noqa: B006
