@@ -227,7 +227,7 @@ def _when_equal(surrogate, toy, beta, group_size):
 
 # %% ../nbs/library/10d_audit.ipynb #8490bc93
 def _judged(surrogate, toy, stale, beta, group_size):
-    "The judgements on- and off-policy; to what the loss raises, what it was given is added."
+    "The judgements on- and off-policy; an error has a note of what the loss was given."
     try:
         _check_repeats(surrogate, toy, group_size)
         on = judge(surrogate, toy, beta, group_size)

@@ -135,7 +135,7 @@ def sequence_gradients(surrogate, toy, rows, group_size, width=0):
     found = on_logp[steps][:, None] * score + on_logits
     found = found - p[states] * on_logits.sum(-1, keepdim=True)
     if not found.isfinite().all():
-        raise NotFinite("surrogate: its gradient is not finite on ordinary log-probs (does a "
-                        "group's deviation divide it? One response twice has none)")
+        raise NotFinite("surrogate: its gradient is not finite on ordinary log-probs (does "
+                        "a group's deviation divide it? One response twice has none)")
     out = found.new_zeros(len(rows), *p.shape)
     return out.index_put((steps[0], states), found, accumulate=True).flatten(1), batch
