@@ -100,7 +100,7 @@ def link_shared(folder):
 def cache_folder():
     "Where environments are kept: KL_COMEDY_CACHE, or .cache/kl_comedy at home."
     home = Path.home() / ".cache" / "kl_comedy"
-    return Path(os.environ.get("KL_COMEDY_CACHE") or home) / "audit"
+    return Path(os.environ.get("KL_COMEDY_CACHE") or home).absolute() / "audit"
 
 def environment_key(recipe):
     "Name of the folder of a recipe's environment."
@@ -116,7 +116,8 @@ def _step(recipe, words, command, log):
         lines = [x for x in log.read_text(errors="replace").splitlines()
                  if x.strip() and not x.startswith("WARNING")]
         errors = [x for x in lines if x.startswith("ERROR")] or lines or [""]
-        shown = errors[-1]
+        offline = "connection broken" in log.read_text(errors="replace")
+        shown = ("no network to the package index; " if offline else "") + errors[-1]
         raise AuditError(f"{recipe.name}: {words} failed: {shown} (all of it: {log})")
 
 # %% ../nbs/library/17b_environments.ipynb #7430de3c
@@ -149,9 +150,14 @@ def prepare(recipe, say):
         raise AuditError(f"{recipe.name}: no environment can be made: {error}") from None
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not folder.is_dir():
+        if not (folder / "bin" / "python").exists():  # never made, or its Python is gone
             unfinished = folder.with_suffix(".unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            build(recipe, unfinished, say)
-            unfinished.rename(folder)
+            try:
+                for old in folder, unfinished:
+                    shutil.rmtree(old, ignore_errors=True)
+                build(recipe, unfinished, say)
+                unfinished.rename(folder)
+            except OSError as error:
+                raise AuditError(f"{recipe.name}: no environment can be made: "
+                                 f"{error}") from None
     return folder / "bin" / "python"

@@ -42,14 +42,18 @@ def objectives(toy):
 # %% ../nbs/library/10c_judgement.ipynb #3d468ee3
 EACH = ", averaged over each response's tokens"
 
-def _fit(mean, tolerance, named):
+def _fit(mean, noise, named):
     "Coefficients by name of the fewest objectives that add up to `mean`, or None."
-    for size in (1, 2, 3):
+    for size, errors in ((1, 3), (2, 2)) if noise else ((1, 0), (2, 0), (3, 0)):
+        fits = []
         for names in itertools.combinations(named, size):
             design = torch.stack([named[name] for name in names], 1)
             weights = torch.linalg.lstsq(design, mean[:, None]).solution[:, 0]
-            if (design @ weights - mean).norm() <= tolerance:
-                return dict(zip(names, weights.tolist()))
+            left = (design @ weights - mean).norm().item()
+            fits.append((left, dict(zip(names, weights.tolist()))))
+        left, best = min(fits, key=lambda fit: fit[0])
+        if left <= max(SAME * mean.norm().item(), errors * noise):
+            return best
     return None
 
 # %% ../nbs/library/10c_judgement.ipynb #98e0fb22
@@ -72,8 +76,7 @@ def name_gradient(found, toy):
     for mean, ending in ((found.mean, ""), (found.by_length, EACH)):
         if mean is None:
             continue
-        tolerance = max(SAME * mean.norm().item(), 3 * found.noise)
-        if parts := _fit(mean, tolerance, named):
+        if parts := _fit(mean, found.noise, named):
             words, scale = _words(parts)
             return words + ending, scale
     return "none of these", None
@@ -113,14 +116,17 @@ def _quietest(toy, group_size):
         for choice in choices for group in groups)
 
 # %% ../nbs/library/10c_judgement.ipynb #fbdcd6b5
-def judge(surrogate, toy, beta=1.0, group_size=2):
-    "`Judgement` of a surrogate on one toy."
+def judge(surrogate, toy, beta=1.0, group_size=2, scale_on=None):
+    "`Judgement` on one toy; `scale_on`: of this loss on-policy, for where nothing fits."
     found = expect(surrogate, toy, group_size)
     name, scale = name_gradient(found, toy)
     goal = exact_gradient(toy.policy, toy.ref).flatten()
+    if name == "zero" and 3 * found.noise > beta * abs(scale_on or 0) * goal.norm() > 0:
+        name, scale = "too noisy to tell", None
     size, along = found.mean.norm(), (found.mean @ goal / (goal @ goal)).item()
     fitted = scale and not name.endswith(EACH)
-    by = abs(scale if fitted else along) or beta
+    known = beta * scale_on if scale_on else along
+    by = abs(scale if fitted else known) or beta
     nothing = name in ("zero", "no gradient")
     by = beta if nothing else by
     bias = ((found.mean / by - goal).norm() / goal.norm()).item()

@@ -35,7 +35,9 @@ def _ask(recipe, python, folder):
                          env=os.environ | quiet, capture_output=True, text=True, cwd=folder)
     if ran.returncode:
         lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
-        raise AuditError(f"{recipe.name}: its adapter failed: {lines[-1]}")
+        where = f" (its environment: {Path(python).parent.parent})"
+        raise AuditError(f"{recipe.name}: its adapter failed: {lines[-1]}"
+                         f"{where if recipe.requirements else ''}")
     return json.loads((folder / "out.json").read_text())
 
 # %% ../nbs/library/17c_libraries.ipynb #569e7594

@@ -64,18 +64,22 @@ def probe_ends(surrogate, toy, group_size):
     "Whether the first and the last token of a response count: two booleans by name."
     rows, found = _everyone(toy, group_size), {}
     base = make_batch(toy, rows, group_size)
-    before, each = _outcome(surrogate, base), torch.arange(len(rows))
-    for name, at in (("first", 0 * each), ("last", base.mask.sum(1) - 1)):
-        ref_logp = base.ref_logp.clone()
-        ref_logp[each, at] -= 0.5
-        ref_logits = base.ref_logits.clone()
-        ref_logits[each, at, 1] -= 0.5
+    each, before = torch.arange(len(rows)), _outcome(surrogate, base)
+    shift = torch.where(each % 2 == 0, 5.0, -5.0).double()[:, None]
+    def moves(where):
+        "Whether the gradient does, when the reference does where it is told (B, T)."
+        ref_logp, ref_logits = base.ref_logp + shift * where, base.ref_logits.clone()
+        ref_logits[..., 1] += shift * where
         after = _outcome(surrogate, replace(base, ref_logp=ref_logp, ref_logits=ref_logits))
-        if isinstance(before, str) or isinstance(after, str):
+        return not isinstance(after, str) and _distance(after, before, base.mask) > 1e-9
+
+    for name, at in (("first", 0 * each), ("last", base.mask.sum(1) - 1)):
+        if isinstance(before, str):
             found[name] = False
-            continue
-        own = sum(x[each, at].abs().sum() for x in before)
-        found[name] = bool(own > 0 or _distance(after, before, base.mask) > 1e-9)
+        elif moves(base.mask):
+            found[name] = moves(torch.arange(base.mask.shape[1]) == at[:, None])
+        else:
+            found[name] = bool(sum(x[each, at].abs().sum() for x in before) > 0)
     return found
 
 # %% ../nbs/library/10b_probes.ipynb #6188b228

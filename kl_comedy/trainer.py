@@ -50,7 +50,8 @@ def warn_about(kl):
 def check_settings(kl, args):
     "ValueError on a setting of TRL that `kl` would silence; a warning on a cut sampler."
     if not isinstance(kl, KLConfig):
-        raise ValueError(f"kl={kl!r}: a KLConfig is needed")
+        raise ValueError(f"kl={kl!r}: a KLConfig is needed; without a KL, "
+                         "KLConfig(placement='none')")
     default = {field.name: field.default for field in fields(args)}
     for name in ("beta", "use_bias_correction_kl"):
         value = getattr(args, name, None)

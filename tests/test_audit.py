@@ -54,7 +54,8 @@ def test_every_configuration_has_the_objective_of_the_lab(kl):
     else:
         cosine = torch.cosine_similarity(gradient.flatten(), goal.flatten(), dim=0).item()
         assert report.off_policy.cosine == pytest.approx(cosine, abs=1e-9)
-    probes = [f for f in report.findings if not f.startswith("not the sequence-level")]
+    said = "not the sequence-level", "it goes against the sequence-level"  # of the objective
+    probes = [f for f in report.findings if not f.startswith(said)]
     assert not probes, "our own surrogate has none of the faults"
 
 
@@ -180,6 +181,11 @@ PLANTED = {  # the loss, its objective, and words that some finding must hold
     "a constant subtracted from each token": (
         lambda b: (((-gap(b) - 0.7).detach() * b.mask).sum(1) * logp(b).sum(1)).mean(),
         f"{SEQ} - 0.7 length", "not the seq"),
+    "the reward's sum stops before the end": (
+        lambda b: ((-gap(b).detach()[:, :-1] * b.mask[:, 1:]).sum(1) * logp(b).sum(1)).mean(),
+        "none of these", "the last token"),
+    "a root, which has no slope at zero": (
+        lambda b: k3(b).sum(1).sqrt().mean(), "none of these", "when the policy is its reference"),
     "only the own token credited": (
         lambda b: (-gap(b).detach() * logp(b)).sum(1).mean(), TOK, "not the seq"),
     "before the advantages are normalised": (normalised(False), "none of these", "not the seq"),
@@ -197,6 +203,99 @@ def test_a_planted_mistake_is_named(name):
     assert any(words in finding for finding in report.findings), report.findings
     if objective is not None:
         assert report.on_policy.objective == objective
+
+
+def test_a_factor_is_a_group_mean_only_where_there_are_groups():
+    (factor,) = [f for f in audit(lambda b: in_loss(b) / 2).findings if "times beta" in f]
+    assert factor == "0.5 times beta"
+
+
+def test_a_sum_is_said_with_its_factor_outside():
+    report = audit(lambda b: 2 * in_reward(b) + 0.5 * in_loss(b))
+    assert report.verdict.startswith(f"2 x ({SEQ} + 0.25 {FWD}) (")
+    against = audit(lambda b: in_loss(b) - 0.1 * in_reward(b))  # near the forward KL, not away
+    assert against.verdict.startswith(f"minus 0.1 x ({SEQ} - 10 {FWD}) (")
+    assert against.on_policy.cosine > 0.5 and "sign" not in " ".join(against.findings)
+    longer = audit(lambda b: in_reward(b) / 9 - in_loss(b))
+    assert any(f.startswith("it goes against the sequence-level") for f in longer.findings)
+
+
+@pytest.mark.parametrize(("loss", "words"), [
+    (lambda b: -(logp(b).sum(1) * b.mask.sum(1)).mean(), "this lengthens responses"),
+    (lambda b: -(logp(b).detach().sum(1) * logp(b).sum(1)).mean(), "this lowers the entropy")])
+def test_minus_what_is_no_divergence_means_the_opposite(loss, words):
+    report = audit(loss)
+    assert words in report.verdict and "away from the reference" not in str(report)
+
+
+def test_a_divergence_from_the_older_policy_has_a_gradient_where_there_is_one():
+    def to_older(b):
+        gap = (b.behaviour_logp - b.logp).masked_fill(~b.mask, 0)
+        return (gap.expm1() - gap).sum(1).mean()
+
+    report = audit(to_older)
+    assert "nothing depends on the policy" not in report.verdict
+    assert report.off_policy.bias > 0 and report.findings == [
+        "not the sequence-level reverse KL but no gradient"]
+    assert audit(lambda b: in_loss(b).detach()).findings == report.findings
+
+
+def test_off_policy_the_factor_is_the_one_found_on_policy():
+    """By the definition: |g - g*| / |g*|, of K1 in the reward without a weight."""
+    stale = Toy(0.1)
+    gradient = expected_gradient(stale.policy, stale.ref, KLConfig(), behaviour=stale.behaviour)
+    goal = expected_gradient(stale.policy, stale.ref, KLConfig())
+    expected = ((gradient - goal).norm() / goal.norm()).item()
+    assert audit(in_reward).off_policy.bias == pytest.approx(expected, abs=1e-9)
+    assert audit(lambda b: 3 * in_reward(b)).off_policy.bias == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("size", [3, 8])
+def test_noise_does_not_invent_a_sum(size):
+    """Divided by its group's deviation the penalty has no objective, however it was drawn."""
+    def divided(b):
+        total = -gap(b).detach().sum(1).view(-1, size)
+        scaled = (total - total.mean(1, keepdim=True)) / (total.std(1, keepdim=True) + 1e-4)
+        return (scaled.flatten() * logp(b).sum(1)).mean()
+
+    assert audit(divided, group_size=size).on_policy.objective == "none of these"
+
+
+def test_what_drowns_in_noise_is_not_called_zero():
+    def self_normalised(b):
+        weight = (logp(b) - b.behaviour_logp.masked_fill(~b.mask, 0)).sum(1).exp().detach()
+        return (weight / weight.mean() * -gap(b).detach().sum(1) * logp(b).sum(1)).mean()
+
+    assert audit(self_normalised, staleness=1.0).off_policy.objective == "too noisy to tell"
+    assert audit(self_normalised).off_policy.objective == SEQ
+
+
+@pytest.mark.parametrize("loss", [
+    lambda b: (k3(b) * (torch.rand_like(b.logp) < 0.5)).sum(1).mean(),
+    lambda b, calls=[]: calls.append(1) or in_loss(b) * len(calls)])  # noqa: B006
+def test_chance_and_memory_are_refused(loss):
+    with pytest.raises(ValueError, match="two gradients in two calls"):
+        audit(loss)
+
+
+def test_a_loss_may_write_into_its_batch():
+    def writes(b):
+        loss = in_reward(b)
+        b.ref_logp.zero_()
+        b.mask.fill_(False)
+        return loss
+
+    right = audit(in_reward)
+    assert (right.on_policy, right.far) == (audit(writes).on_policy, audit(writes).far)
+
+
+def test_an_error_says_what_the_loss_was_given():
+    with pytest.raises(RuntimeError) as caught:
+        audit(lambda b: (gap(b).sum(1).view(-1, 5).mean(1)).mean())
+    assert "groups of group_size=2" in caught.value.__notes__[0]
+    with pytest.raises(AttributeError) as caught:
+        audit(lambda b: b.old_logp.sum())
+    assert "behaviour_logp" in caught.value.__notes__[0]
 
 
 def test_beta_applied_twice():

@@ -98,7 +98,7 @@ def test_what_changes_the_objective_is_warned_of(kind, kl, settings, words, tmp_
 
 
 def test_a_config_is_needed(tmp_path):
-    with pytest.raises(ValueError, match="kl='k1': a KLConfig is needed"):
+    with pytest.raises(ValueError, match="kl='k1': a KLConfig is needed; without a KL, KLConfig"):
         micro.trainer("rloo", "k1", tmp_path)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kl_comedy import environments as environments_module
 from kl_comedy import libraries
 from kl_comedy.cli import main
 from kl_comedy.environments import AuditError, Recipe, environment_key, load_recipes
@@ -135,6 +136,35 @@ def test_a_failing_adapter_and_a_cache_that_cannot_be(tiny, tmp_path, monkeypatc
     monkeypatch.setenv("KL_COMEDY_CACHE", str(tmp_path / "file"))
     with pytest.raises(AuditError, match="no environment can be made"):
         audit_library(tiny, lambda line: None)
+
+
+def test_a_broken_environment_is_made_again_and_a_relative_cache_is_found(
+        tiny, folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("KL_COMEDY_CACHE", "cache")
+    made = folder / "cache" / "audit" / environment_key(tiny)
+    shutil.rmtree(made / "bin", ignore_errors=True)
+    made.mkdir(parents=True, exist_ok=True)
+    lines = []
+    audit_library(tiny, lines.append)
+    assert "making an environment" in lines[0] and (made / "bin" / "python").exists()
+
+
+def test_without_a_network_or_space_the_error_says_so(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("KL_COMEDY_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "0")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    recipe = Recipe(**vars(tiny) | {"requirements": "tiny==1.0\n"})
+    with pytest.raises(AuditError, match="pip failed: no network to the package index; ERROR"):
+        audit_library(recipe, lambda line: None)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(environments_module, "link_shared", full)
+    with pytest.raises(AuditError, match="tiny_library: no environment can be made:.*No space"):
+        audit_library(recipe, lambda line: None)
 
 
 def test_the_command(monkeypatch, capsys):
