@@ -26,8 +26,9 @@ def package_folder():
 def _ask(recipe, python, folder):
     "The answer of a recipe's adapter, run by `python`; `folder` is empty."
     (folder / "kl_comedy").symlink_to(package_folder())
+    trainers = recipe.requirements is None  # not of a library that may start threads
     asked = {"name": recipe.name, "distribution": recipe.distribution,
-             "stubs": recipe.stand_ins}
+             "stubs": recipe.stand_ins, "processes": 2 if trainers else 1}
     code = "from kl_comedy.adapter import main; main()"
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
              "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}

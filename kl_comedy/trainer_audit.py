@@ -101,7 +101,8 @@ class TrainerLoss:
         return self.rewards
 
     def __call__(self, batch):
-        ids = [tokens[mask].tolist() for tokens, mask in zip(batch.tokens, batch.mask)]
+        rows = zip(batch.tokens.tolist(), batch.mask.tolist())
+        ids = [[token for token, kept in zip(*row) if kept] for row in rows]
         self.rewards = batch.reward.tolist()
         self.policy.completion = self.ref.completion = max(map(len, ids))
         self.policy.logits, self.ref.logits = batch.behaviour_logits, batch.ref_logits

@@ -172,6 +172,19 @@ PLANTED = {  # the loss, its objective, and words that some finding must hold
     "a clamp in the reward": (
         lambda b: (-gap(b).clamp(-10, 10).detach().sum(1) * logp(b).sum(1)).mean(), SEQ,
         "a clamp: beyond log(ref/policy) = -10"),
+    "a clamp of the log-ratio at 40": (
+        lambda b: (gap(b).clamp(-40, 40).expm1() - gap(b).clamp(-40, 40)).sum(1).mean(), FWD,
+        "a clamp: beyond log(ref/policy) = 41"),
+    "a clamp of the value at 1.1e26": (
+        lambda b: k3(b).clamp(max=1.1e26).sum(1).mean(), FWD,
+        "a clamp: beyond log(ref/policy) = 60"),
+    "a clamp in the reward at 80": (
+        lambda b: (-gap(b).clamp(-80, 80).detach().sum(1) * logp(b).sum(1)).mean(), SEQ,
+        "a clamp: beyond log(ref/policy) = -80"),
+    "a clamp of log-probs taken from logits": (
+        lambda b: (b.ref_logp - b.logits.log_softmax(-1).gather(-1, b.tokens[..., None])[..., 0])
+        .masked_fill(~b.mask, 0).clamp(-50, 50).expm1().sum(1).mean(), None,
+        "a clamp: beyond log(ref/policy) = 51"),
     "a clip of the ratio": (
         lambda b: (ratio(b).clamp(0.2, 5).detach() * k3(b)).sum(1).mean(), FWD,
         "a clamp: beyond log(older/policy)"),
