@@ -41,6 +41,10 @@ def _active(config):
     "Whether the penalty does anything: if not, no reference forward pass is needed."
     return config.placement != "none" and config.beta > 0
 
+def _in_return(config):
+    "Whether the penalty is part of the return, which meets the group's baseline."
+    return config.placement in ("reward", "both") and config.credit != "token"
+
 def _label(config):
     "Words for a legend, without beta."
     if config.placement == "none":
@@ -84,7 +88,8 @@ class KLConfig:
     def to_dict(self):
         "The fields as plain values: `KLConfig(**config.to_dict()) == config`."
         return asdict(self)
-    active, label, __str__ = property(_active), property(_label), _slug
+    active, in_return = property(_active), property(_in_return)
+    label, __str__ = property(_label), _slug
 
 # %% ../nbs/derivations/02_placement.ipynb #7eb93678
 def _filled(mask, **tensors):

@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from .estimators import ESTIMATORS, k3_limit, log_ratio
 from .lab import PrefixTreePolicy, expected_gradient, named_objective
-from .penalty import Penalty, divisor, in_return
+from .penalty import Penalty, divisor
 from .placement import KLConfig
 
 # %% ../nbs/library/14_trainer.ipynb #3e80af2e
@@ -59,7 +59,7 @@ def check_settings(kl, args):
             raise ValueError(f"args.{name}={value!r}: the KL is that of kl={kl}, so this "
                              "setting cannot act; leave it at TRL's default")
     if getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum" \
-            and in_return(kl):
+            and kl.in_return:
         raise ValueError("args.multi_objective_aggregation='normalize_then_sum': a KL in "
                          "the reward has no place among normalised rewards; allowed is "
                          "'sum_then_normalize', or placement='loss'")
@@ -82,7 +82,7 @@ CUT = {"top_k": (0, None, -1), "top_p": (1, None), "min_p": (0, None),
 
 def scaled(kl, args):
     "Whether TRL divides a return that holds the penalty by its standard deviation."
-    return kl.active and in_return(kl) and divisor(args) != "none"
+    return kl.active and kl.in_return and divisor(args) != "none"
 
 # %% ../nbs/library/14_trainer.ipynb #a98c614b
 WINDOW = 20  # batches over which K1 is added up
@@ -189,7 +189,7 @@ class _KLTrainer(_Watch, Penalty):
         if not self.kl.active:
             return "no KL"
         parts = [f"{objective(self.kl)}: {self.kl.label}, beta {self.kl.beta:g}"]
-        if in_return(self.kl):
+        if self.kl.in_return:
             mean = "leave-one-out" if isinstance(self, RLOOTrainer) else "group-mean"
             parts.append(f"before the {mean} baseline")
         if scaled(self.kl, self.args):

@@ -19,7 +19,7 @@ from kl_comedy.math_task import MATH, REQUEST, as_text, math_prompt
 from kl_comedy.placement import KLConfig
 from kl_comedy.policy import encode, end_tokens, evaluate, load_policy, sample
 from kl_comedy.runs import Run
-from kl_comedy.sweeps import load_sweep, plan
+from kl_comedy.sweeps import SweepError, load_sweep, plan
 from kl_comedy.tasks import problems, reward, stream, to_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -124,6 +124,19 @@ def test_the_plan_is_printed_and_refused_without_a_gpu(tmp_path, monkeypatch, ca
     assert main([*request, "--record"]) == 2
     assert "on_policy cannot be recorded at scale paper" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("changed, words", [
+    ({"rows": 7}, "rows must be a divisor of the 1280 responses of a step, got 7"),
+    ({"save_steps": 0}, "save_steps must be a positive multiple of minibatches=1, got 0"),
+    ({"estimator": "k4"}, "estimator='k4'"),
+    ({"estimator": "exact", "beta": -1.0}, "beta=-1.0"),
+])
+def test_a_run_that_cannot_be_made_is_refused_before_its_cost(changed, words):
+    run = next(iter(plan(sweep("on_policy"), "paper").values()))
+    cost.check_run("here", run)
+    with pytest.raises(SweepError, match=f"^here: .*{words}"):
+        cost.check_run("here", run | changed)
 
 
 def test_a_plan_without_gpus_lists_runs(tmp_path, monkeypatch, capsys):
