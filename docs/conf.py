@@ -11,7 +11,8 @@ project = "kl_comedy"
 author = "the kl_comedy developers"
 copyright = f"2026, {author}"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx_copybutton"]
-include_patterns = ["index.md", "explorer.md", "api/*.rst", "nbs/**/*.ipynb", "data/README.md", "CONTRIBUTING.md"]
+include_patterns = ["index.md", "explorer.md", "api/*.rst", "nbs/**/*.ipynb", "data/README.md",
+                    "CONTRIBUTING.md"]
 default_role = "code"  # docstrings write `name` as Markdown does
 nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages are not at hand offline
 

@@ -20,7 +20,7 @@ class Browser:
         there, self.write = os.pipe()
         self.read, back = os.pipe()
         self.process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{there} 4>&{back}', "sh", CHROMIUM, "--headless",
+            ["bash", "-c", f'exec "$@" 3<&{there} 4>&{back}', "bash", CHROMIUM, "--headless",
              "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe",
              "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files",
              f"--user-data-dir={profile}", "about:blank"],
@@ -29,7 +29,8 @@ class Browser:
         os.close(back)
         self.session = None
         target = self.send("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        attached = self.send("Target.attachToTarget", targetId=target, flatten=True)
+        self.session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network"):
             self.send(f"{domain}.enable")
 
@@ -83,9 +84,9 @@ class Browser:
         "A key goes down and up, as from a keyboard."
         at = {"key": " " if key == "Space" else key, "code": key,
               "windowsVirtualKeyCode": KEYS[key]}
-        text = {"Enter": "\r", "Space": " "}.get(key)
+        text = {"Enter": {"text": "\r"}, "Space": {"text": " "}}.get(key, {})
         for _ in range(times):
-            self.send("Input.dispatchKeyEvent", type="keyDown", **at, **({"text": text} if text else {}))
+            self.send("Input.dispatchKeyEvent", type="keyDown", **at, **text)
             self.send("Input.dispatchKeyEvent", type="keyUp", **at)
 
     def faults(self):

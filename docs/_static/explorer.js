@@ -234,8 +234,8 @@ const SLIDERS = { // name: [group, words, least, most, step, start]; T is the ex
   stale: ["Task", "stale samples", 0, 1, 0.05, 0],
 };
 const START = {estimator: "k3", placement: "loss", credit: "sequence", importance: "none"};
-const ROWS = {gradient: "gradient (a, b)", bias: "bias", cosine: "cosine to g*", variance: "variance, a sequence",
-  curl: "curl", end: "descent ends at (a, b)", kl: "KL there, nats", pass: "last token +1 there"};
+const ROWS = {gradient: "gradient (a, b)", bias: "bias", cosine: "cosine to g*", variance: "variance",
+  curl: "curl", end: "descent ends at", kl: "KL there, nats", pass: "ends in +1 there"};
 const SIZE = 480, LEFT = 36, TOP = 8, SPAN = 436;
 const px = a => LEFT + (a + EDGE) / (2 * EDGE) * SPAN, py = b => TOP + (EDGE - b) / (2 * EDGE) * SPAN;
 const signed = text => text.replaceAll("-", "\u2212");
@@ -249,7 +249,7 @@ function markup() {
     + CHOICES[name].map(v => `<option value="${v}"${v === START[name] ? " selected" : ""}>${words[v]}</option>`).join("")
     + "</select></label>";
   const slider = ([name, [, title, least, most, step, start]]) =>
-    `<label><span>${title} <output></output></span><input type="range" name="${name}" min="${least}" `
+    `<label><span>${title} <b aria-hidden="true"></b></span><input type="range" name="${name}" min="${least}" `
     + `max="${most}" step="${step}" value="${start}"></label>`;
   const group = title => `<fieldset><legend>${title}</legend>`
     + Object.entries(SLIDERS).filter(([, v]) => v[0] === title).map(slider).join("") + "</fieldset>";
@@ -265,11 +265,11 @@ function markup() {
     + `<text x="4" y="${TOP + 12}">b \u2191</text>`
     + `<rect class="frame" x="${LEFT}" y="${TOP}" width="${SPAN}" height="${SPAN}"/><g clip-path="url(#kl-plot)">`
     + `<path class="true arrows"/><path class="mine arrows"/><path class="true path"/><path class="mine path"/></g>`
-    + `<g class="marks"></g></svg></div><div class="numbers">`
+    + `<g class="marks"></g></svg></div>`
     + `<p id="kl-summary" role="status"></p><table><thead><tr><td></td><th scope="col">exact, g*</th>`
     + `<th scope="col" class="mine"></th></tr></thead><tbody>`
     + Object.entries(ROWS).map(([name, title]) => `<tr><th scope="row">${title}</th>`
-      + `<td data-name="true-${name}"></td><td data-name="${name}"></td></tr>`).join("") + "</tbody></table></div>";
+      + `<td data-name="true-${name}"></td><td data-name="${name}"></td></tr>`).join("") + "</tbody></table>";
 }
 
 /* Arrows against the field on a grid: their length saturates, half a cell at the field's median. */
@@ -305,6 +305,8 @@ function start(root) {
 
   function read() {
     const config = {}, x = {};
+    inputs.credit.disabled = inputs.placement.value === "loss"; // no estimate in the reward
+    if (inputs.credit.disabled) inputs.credit.value = "sequence";
     for (const name in CHOICES) config[name] = inputs[name].value;
     for (const name in SLIDERS) x[name] = +inputs[name].value;
     x.T = 2 ** x.T;
@@ -313,11 +315,9 @@ function start(root) {
 
   function update() {
     due = 0;
-    inputs.credit.disabled = inputs.placement.value === "loss"; // no estimate in the reward
-    if (inputs.credit.disabled) inputs.credit.value = "sequence";
     const [x, config] = read(), name = label(config);
     for (const k in SLIDERS) {
-      inputs[k].previousElementSibling.lastChild.value = signed(String(x[k]));
+      inputs[k].previousElementSibling.lastChild.textContent = signed(String(x[k]));
       inputs[k].setAttribute("aria-valuetext", x[k]);
     }
     root.style.setProperty("--config", window.klColours[`${config.estimator}-${config.placement}`]);
@@ -383,7 +383,7 @@ function start(root) {
       && !taken.some(o => box[0] < o[2] && o[0] < box[2] && box[1] < o[3] && o[1] < box[3]);
     const labelled = m => { // the first place of those around a mark that is free
       const wide = 8 * m.text.length + 4, boxes = [];
-      for (const up of [0, -16, 16, -32, 32, 48, -48]) for (const left of [m.x + 9, m.x - 9 - wide, m.x - wide / 2])
+      for (const up of [-14, 14, 0, -30, 30, -46, 46]) for (const left of [m.x + 9, m.x - 9 - wide, m.x - wide / 2])
         boxes.push([left, m.y + up - 8, left + wide, m.y + up + 8]);
       const box = boxes.find(free) || boxes[0];
       taken.push(box);
@@ -394,7 +394,10 @@ function start(root) {
     find(".marks").innerHTML = marks.map(labelled).join("");
   }
 
-  const soon = () => { due ||= requestAnimationFrame(update); };
+  const soon = () => {
+    read(); // what may be chosen changes at once, the numbers with the next frame
+    due ||= requestAnimationFrame(update);
+  };
   form.addEventListener("input", soon);
   form.addEventListener("submit", event => event.preventDefault());
   find("svg").addEventListener("click", event => { // the policy goes where the map is clicked
