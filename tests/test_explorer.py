@@ -347,8 +347,6 @@ def test_every_control_is_reached_and_moved_by_the_keyboard(browser):
 
 
 def test_keys_change_the_numbers_to_the_labs(browser):
-    browser.run(SETTLED)
-    holds(browser, START, KLConfig("k3", "loss"))
     tab_to(browser, "placement")
     browser.press("ArrowDown")  # from the loss to both
     browser.press("Tab")
