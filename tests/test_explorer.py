@@ -169,8 +169,9 @@ def random_settings(rng, length):
 
 def test_every_configuration_has_the_numbers_of_the_lab(browser):
     rng = np.random.default_rng(0)
-    lengths = itertools.cycle([1, 2, 3, 5, 8, 13, 17, 64, 128])
+    lengths = itertools.cycle([1, 2, 3, 5, 8, 13, 17])
     cases = [(random_settings(rng, next(lengths)), c) for c in CONFIGS for _ in range(2)]
+    cases += [(random_settings(rng, length), c) for c in CONFIGS[::8] for length in (64, 128)]
     found = call(browser, "compute", *[(x, fields(c)) for x, c in cases])
     for (x, config), page in zip(cases, found, strict=True):
         lab = numbers(x, config)

@@ -223,13 +223,13 @@ window.klExplorer = {CHOICES, allowed, label, exact, expected, variance, field, 
 const WORDS = {
   estimator: ["Estimator", {k1: "K1", k2: "K2", k3: "K3", exact: "exact KL"}],
   placement: ["Acts in", {reward: "the reward", loss: "the loss", both: "both"}],
-  credit: ["Credit", {sequence: "whole sequence", to_go: "to-go", token: "own token"}],
+  credit: ["Credit", {sequence: "sequence", to_go: "to-go", token: "own token"}],
   importance: ["Weights", {none: "none", token: "token ratio", sequence: "sequence ratio"}],
 };
 const SLIDERS = { // name: [group, words, least, most, step, start]; T is the exponent of 2
   a: ["Policy", "a, towards +1", -2.5, 2.5, 0.05, -1], b: ["Policy", "b, repeat the last", -2.5, 2.5, 0.05, 1],
   A: ["Reference", "A, towards +1", -2, 2, 0.1, 0.5], B: ["Reference", "B, repeat the last", -2, 2, 0.1, 0.5],
-  C: ["Reference", "C, repeat the one before", -2, 2, 0.1, 1],
+  C: ["Reference", "C, the one before", -2, 2, 0.1, 1],
   T: ["Task", "T, tokens", 0, 7, 1, 4], reward: ["Task", "reward, 1/\u03b2", 0, 20, 0.5, 0],
   stale: ["Task", "stale samples", 0, 1, 0.05, 0],
 };
@@ -246,8 +246,8 @@ const percent = v => `${brief(100 * v)} %`;
 
 function markup() {
   const select = ([name, [title, words]]) => `<label>${title}<select name="${name}">`
-    + CHOICES[name].map(v => `<option value="${v}"${v === START[name] ? " selected" : ""}>${words[v]}</option>`).join("")
-    + "</select></label>";
+    + CHOICES[name].map(v => `<option value="${v}"${v === START[name] ? " selected" : ""}>`
+      + `${words[v]}</option>`).join("") + "</select></label>";
   const slider = ([name, [, title, least, most, step, start]]) =>
     `<label><span>${title} <b aria-hidden="true"></b></span><input type="range" name="${name}" min="${least}" `
     + `max="${most}" step="${step}" value="${start}"></label>`;
@@ -257,7 +257,8 @@ function markup() {
     + `<text x="${px(v)}" y="${TOP + SPAN + 16}" text-anchor="middle">${signed(String(v))}</text>`
     + `<text x="${LEFT - 6}" y="${py(v) + 5}" text-anchor="end">${signed(String(v))}</text>`).join("");
   return `<form><fieldset class="configuration"><legend>Configuration</legend>`
-    + Object.entries(WORDS).map(select).join("") + `</fieldset>${["Policy", "Reference", "Task"].map(group).join("")}</form>`
+    + Object.entries(WORDS).map(select).join("") + "</fieldset>"
+    + ["Policy", "Reference", "Task"].map(group).join("") + "</form>"
     + `<div class="map"><p class="key"><span class="true">g*</span> <span class="mine"></span></p>`
     + `<svg viewBox="0 0 ${SIZE} ${SIZE}" role="img" aria-labelledby="kl-summary">`
     + `<clipPath id="kl-plot"><rect x="${LEFT}" y="${TOP}" width="${SPAN}" height="${SPAN}"/></clipPath>${ticks}`
@@ -334,7 +335,8 @@ function start(root) {
     cell("true-gradient", pair(found.gradient), found.gradient);
     cell("gradient", pair(found.expected), found.expected);
     cell("true-bias", "0", 0);
-    cell("bias", brief(found.bias) + (found.relative === null ? "" : `, ${percent(found.relative)} of g*`), found.bias);
+    const share = found.relative === null ? "" : `, ${percent(found.relative)} of g*`;
+    cell("bias", brief(found.bias) + share, found.bias);
     cell("true-cosine", "1", 1);
     cell("cosine", found.cosine === null ? "no direction" : brief(found.cosine), found.cosine);
     cell("true-variance", "0", 0);
