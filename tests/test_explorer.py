@@ -159,10 +159,10 @@ def numbers(x, config):
                        if found.norm() > 1e-12 * x["T"] else None)}
 
 
-def random_settings(rng, length):
-    low, high = -2, 2
-    x = {name: round(rng.uniform(low, high), 3) for name in "abABC"}
-    return x | {"T": length, "reward": 0, "stale": rng.choice([0, rng.uniform(0, 1)])}
+def random_settings(rng, length, stale):
+    "Policy and reference at random; samples of the policy itself, or of one between the two."
+    x = {name: round(rng.uniform(-2, 2), 3) for name in "abABC"}
+    return x | {"T": length, "reward": 0, "stale": rng.uniform(0.1, 1) if stale else 0}
 
 
 # ---- numbers ----
@@ -170,8 +170,10 @@ def random_settings(rng, length):
 def test_every_configuration_has_the_numbers_of_the_lab(browser):
     rng = np.random.default_rng(0)
     lengths = itertools.cycle([1, 2, 3, 5, 8, 13, 17])
-    cases = [(random_settings(rng, next(lengths)), c) for c in CONFIGS for _ in range(2)]
-    cases += [(random_settings(rng, length), c) for c in CONFIGS[::8] for length in (64, 128)]
+    cases = [(random_settings(rng, next(lengths), stale), c)
+             for c in CONFIGS for stale in (False, True)]
+    cases += [(random_settings(rng, length, stale), c)
+              for c in CONFIGS[::8] for length, stale in ((64, True), (128, False))]
     found = call(browser, "compute", *[(x, fields(c)) for x, c in cases])
     for (x, config), page in zip(cases, found, strict=True):
         lab = numbers(x, config)
@@ -190,7 +192,7 @@ def test_every_configuration_has_the_numbers_of_the_lab(browser):
 
 def test_the_curl_is_that_of_the_labs_field(browser):
     rng = np.random.default_rng(1)
-    cases = [(random_settings(rng, 4), config) for config in CONFIGS]
+    cases = [(random_settings(rng, 4, True), config) for config in CONFIGS]
     found = call(browser, "compute", *[(x, fields(c)) for x, c in cases])
     for (x, config), page in zip(cases, found, strict=True):
         size = np.linalg.norm(page["gradient"]) + np.linalg.norm(page["expected"])
