@@ -377,15 +377,18 @@ function start(root) {
     find(".true.path").setAttribute("d", line(best.path));
     find(".mine.path").setAttribute("d", line(mine.path));
     const clamp = v => Math.max(-EDGE, Math.min(EDGE, v)), taken = [];
-    const marks = [["reference", [x.A, x.B], x.C ? "reference's A, B" : "reference"],
-      ["true", [best.a, best.b], "g*"], ["mine", [mine.a, mine.b], name], ["policy", [x.a, x.b], "policy"]]
+    const marks = [["mine", [mine.a, mine.b], name], ["true", [best.a, best.b], "g*"],
+      ["reference", [x.A, x.B], x.C ? "reference's A, B" : "reference"], ["policy", [x.a, x.b], "policy"]]
       .map(([kind, [a, b], text]) => ({kind, text, x: px(clamp(a)), y: py(clamp(b))}));
     for (const m of marks) taken.push([m.x - 7, m.y - 7, m.x + 7, m.y + 7]);
+    for (const {path} of [mine, best]) path.forEach(([a, b], i) => {
+      if (i % 5 === 0) taken.push([px(a) - 3, py(b) - 3, px(a) + 3, py(b) + 3]);
+    });
     const free = box => box[0] > LEFT && box[2] < LEFT + SPAN && box[1] > TOP && box[3] < TOP + SPAN
       && !taken.some(o => box[0] < o[2] && o[0] < box[2] && box[1] < o[3] && o[1] < box[3]);
     const labelled = m => { // the first place of those around a mark that is free
       const wide = 8 * m.text.length + 4, boxes = [];
-      for (const up of [-14, 14, 0, -30, 30, -46, 46]) for (const left of [m.x + 9, m.x - 9 - wide, m.x - wide / 2])
+      for (const up of [0, -14, 14, -30, 30, -46, 46]) for (const left of [m.x + 9, m.x - 9 - wide, m.x - wide / 2])
         boxes.push([left, m.y + up - 8, left + wide, m.y + up + 8]);
       const box = boxes.find(free) || boxes[0];
       taken.push(box);
