@@ -86,7 +86,8 @@ def stage():
     shutil.rmtree(SRC, ignore_errors=True)
     for folder in ("api", "data"):
         (SRC / folder).mkdir(parents=True)
-    shutil.copy(DOCS / "index.md", SRC)
+    for name in ("index.md", "explorer.md"):
+        shutil.copy(DOCS / name, SRC)
     shutil.copy(DOCS / "api.rst", SRC / "api" / "index.rst")
     for name in PAGES:
         shutil.copy(ROOT / name, SRC / name)

@@ -1,6 +1,7 @@
 """Sphinx configuration; `docs/build.py` stages the sources and calls Sphinx."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,8 @@ project = "kl_comedy"
 author = "the kl_comedy developers"
 copyright = f"2026, {author}"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx_copybutton"]
-include_patterns = ["index.md", "api/*.rst", "nbs/**/*.ipynb", "data/README.md", "CONTRIBUTING.md"]
+include_patterns = ["index.md", "explorer.md", "api/*.rst", "nbs/**/*.ipynb", "data/README.md",
+                    "CONTRIBUTING.md"]
 default_role = "code"  # docstrings write `name` as Markdown does
 nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages are not at hand offline
 
@@ -65,7 +67,18 @@ def leave_values_out(app, what, name, obj, skip, options):
     return True if what == "class" and not callable(obj) and not isinstance(obj, property) else None
 
 
+def load_explorer(app, pagename, *_):
+    "On its page, the explorer's script and style, and the one colour of each configuration."
+    if pagename == "explorer":
+        from kl_comedy.report import COLOURS
+        colours = {"-".join(key): colour for key, colour in COLOURS.items()}
+        app.add_js_file(None, body=f"window.klColours = {json.dumps(colours)}")
+        app.add_js_file("explorer.js", loading_method="defer")
+        app.add_css_file("explorer.css")
+
+
 def setup(app):
+    app.connect("html-page-context", load_explorer)
     app.connect("autodoc-skip-member", leave_values_out)
     app.connect("autodoc-process-docstring", plain_docstring)
     app.connect("doctree-read", keep_tags)
