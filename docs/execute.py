@@ -1,0 +1,73 @@
+"""Execute the notebooks of the site: each in a fork of one process that has imported the packages.
+
+Imports take up to ten seconds of a core, more than most notebooks do: here they are made once. A fork is
+as fresh as a new kernel: no notebook sees what another one did.
+"""
+
+import importlib
+import multiprocessing
+import os
+import sys
+import time
+from multiprocessing.connection import wait
+from pathlib import Path
+
+from execnb.nbio import read_nb, write_nb
+from execnb.shell import CaptureShell
+
+PRELOADED = ["kl_comedy.report", "kl_comedy.trainer", "kl_comedy.audit", "papermill"]
+TIMEOUT = 300  # seconds of one notebook
+FORK = multiprocessing.get_context("fork")
+
+
+def skipped(cell):
+    "Whether a cell is shown and not run."
+    return cell.cell_type != "code" or "skip-execution" in cell.metadata.get("tags", [])
+
+
+def execute(path):
+    "Run the notebook at `path` in its folder and write its outputs into it; exits with 1 if it fails."
+    os.chdir(path.parent)
+    page = read_nb(path)
+    shell = CaptureShell(path=path.parent, mpl_format="png")
+    for number, cell in enumerate(page.cells):
+        if skipped(cell):
+            continue
+        shell.cell(cell)
+        if shell.exc:
+            errors = [out for out in cell.outputs if out["output_type"] == "error"]
+            print(f"{path}, cell {number}:\n{cell.source}\n", *errors[0]["traceback"],
+                  sep="\n", file=sys.stderr, flush=True)
+            os._exit(1)
+        cell.outputs = [out for out in cell.get("outputs", []) if out.get("name") != "stderr"]
+    page.metadata["mystnb"] = {"execution_mode": "off"}
+    write_nb(page, path)
+
+
+def execute_all(paths, jobs):
+    "Execute notebooks, `jobs` at a time: the seconds each took, and the paths that failed."
+    for name in PRELOADED:
+        importlib.import_module(name)
+    waiting, running, seconds, failed = list(paths)[::-1], {}, {}, []
+    try:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                path = waiting.pop()
+                process = FORK.Process(target=execute, args=(path,))
+                process.start()
+                running[process.sentinel] = process, path, time.monotonic()
+            done = wait(list(running), timeout=1)
+            for sentinel, (process, path, started) in list(running.items()):
+                seconds[path] = time.monotonic() - started
+                if sentinel not in done and seconds[path] > TIMEOUT:
+                    print(f"{path}: more than {TIMEOUT} s", file=sys.stderr)
+                    process.kill()
+                    done.append(sentinel)
+                if sentinel in done:
+                    process.join()
+                    del running[sentinel]
+                    failed += [path] if process.exitcode else []
+    finally:
+        for process, *_ in running.values():
+            process.kill()
+    return seconds, failed
