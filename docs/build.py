@@ -52,6 +52,18 @@ def page_cell(cell, folded=False):
         del cell["source"]
 
 
+def describe_figures(cells):
+    "Give what the code cells draw an alternative text: the heading that they stand under."
+    heading = ""
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            found = re.findall(r"^#+ (.*)$", cell.source, re.MULTILINE)
+            heading = found[-1] if found else heading
+        elif "subplots(" in cell.get("source", ""):
+            plain = re.sub(r"[$`*\\\\]", "", heading)
+            cell.metadata["mystnb"] = {"image": {"alt": f"Figure: {plain}"}}
+
+
 def stale(root):
     """Why recorded runs under `root` cannot be drawn by the code of today: a list of reasons.
 
@@ -84,7 +96,7 @@ def stage_notebook(path, executed):
     # The gallery is read for its figures: the code that draws them is one click away.
     process = partial(page_cell, folded=path.parent.name == "gallery")
     page = NBProcessor(ROOT / path, procs=[process], process=True).nb
-    page.metadata["mystnb"] = {"execution_mode": "off"}
+    describe_figures(page.cells)
     if not executed:
         page.cells.insert(1, mk_cell(NOT_RUN, "markdown"))
     (SRC / path).parent.mkdir(parents=True, exist_ok=True)

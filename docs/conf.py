@@ -62,7 +62,19 @@ def leave_values_out(app, what, name, obj, skip, options):
     return True if what == "class" and not callable(obj) and not isinstance(obj, property) else None
 
 
+def lighten(app, error):
+    """Take out of the site what no page needs: maps of scripts, and a script of 1.5 MB that draws
+    the theme's icons, which its style sheet draws from a font as well."""
+    static = Path(app.outdir, "_static")
+    for path in [*static.rglob("*.js.map"), *static.rglob("*.css.map")]:
+        path.unlink()
+    icons = static / "scripts" / "fontawesome.js"
+    if icons.exists():
+        icons.write_text("")
+
+
 def setup(app):
+    app.connect("build-finished", lighten)
     app.connect("autodoc-skip-member", leave_values_out)
     app.connect("autodoc-process-docstring", plain_docstring)
     app.connect("doctree-read", keep_tags)

@@ -1,7 +1,7 @@
 """Execute the notebooks of the site: each in a fork of one process that has imported the packages.
 
-Imports take up to ten seconds of a core, more than most notebooks do: here they are made once. A fork is
-as fresh as a new kernel: no notebook sees what another one did.
+Imports take up to ten seconds of a core, more than most notebooks do: here they are made once. A
+fork is as fresh as a new kernel: no notebook sees what another one did.
 """
 
 import importlib
@@ -10,7 +10,6 @@ import os
 import sys
 import time
 from multiprocessing.connection import wait
-from pathlib import Path
 
 from execnb.nbio import read_nb, write_nb
 from execnb.shell import CaptureShell
@@ -26,7 +25,7 @@ def skipped(cell):
 
 
 def execute(path):
-    "Run the notebook at `path` in its folder and write its outputs into it; exits with 1 if it fails."
+    "Run the notebook at `path` in its folder, write its outputs into it; exit with 1 if it fails."
     os.chdir(path.parent)
     page = read_nb(path)
     shell = CaptureShell(path=path.parent, mpl_format="png")
@@ -40,15 +39,14 @@ def execute(path):
                   sep="\n", file=sys.stderr, flush=True)
             os._exit(1)
         cell.outputs = [out for out in cell.get("outputs", []) if out.get("name") != "stderr"]
-    page.metadata["mystnb"] = {"execution_mode": "off"}
     write_nb(page, path)
 
 
 def execute_all(paths, jobs):
-    "Execute notebooks, `jobs` at a time: the seconds each took, and the paths that failed."
+    "Execute notebooks, `jobs` at a time; the paths of those that failed."
     for name in PRELOADED:
         importlib.import_module(name)
-    waiting, running, seconds, failed = list(paths)[::-1], {}, {}, []
+    waiting, running, failed = list(paths)[::-1], {}, []
     try:
         while waiting or running:
             while waiting and len(running) < jobs:
@@ -58,8 +56,7 @@ def execute_all(paths, jobs):
                 running[process.sentinel] = process, path, time.monotonic()
             done = wait(list(running), timeout=1)
             for sentinel, (process, path, started) in list(running.items()):
-                seconds[path] = time.monotonic() - started
-                if sentinel not in done and seconds[path] > TIMEOUT:
+                if sentinel not in done and time.monotonic() - started > TIMEOUT:
                     print(f"{path}: more than {TIMEOUT} s", file=sys.stderr)
                     process.kill()
                     done.append(sentinel)
@@ -70,4 +67,4 @@ def execute_all(paths, jobs):
     finally:
         for process, *_ in running.values():
             process.kill()
-    return seconds, failed
+    return failed
