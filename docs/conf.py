@@ -17,6 +17,8 @@ nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages are not
 
 nb_execution_mode = "off"  # build.py has executed them
 nb_merge_streams = True
+nb_code_prompt_show = "Show the code"
+nb_code_prompt_hide = "Hide the code"
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 copybutton_exclude = ".linenos, .gp, .go"
@@ -36,6 +38,7 @@ html_theme = "sphinx_book_theme"
 html_title = "kl_comedy"
 html_static_path = ["_static", str(Path(mathjax) / "static" / "mathjax" / mathjax_path)]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_show_sphinx = False
 html_theme_options = {
     "navbar_persistent": [], "show_navbar_depth": 1, "show_toc_level": 2,
@@ -62,15 +65,22 @@ def leave_values_out(app, what, name, obj, skip, options):
     return True if what == "class" and not callable(obj) and not isinstance(obj, property) else None
 
 
+SEARCH = re.compile(r'<script src="[^"]*(searchtools|language_data|searchindex)\.js"></script>')
+
+
 def lighten(app, error):
-    """Take out of the site what no page needs: maps of scripts, and a script of 1.5 MB that draws
-    the theme's icons, which its style sheet draws from a font as well."""
+    """Take out of the site what no page needs: maps of scripts, a script of 1.5 MB that draws the
+    theme's icons, which its style sheet draws from a font as well, and, but for the page that
+    searches, the index of the search."""
+    if error or app.builder.name != "html":
+        return
     static = Path(app.outdir, "_static")
     for path in [*static.rglob("*.js.map"), *static.rglob("*.css.map")]:
         path.unlink()
-    icons = static / "scripts" / "fontawesome.js"
-    if icons.exists():
-        icons.write_text("")
+    (static / "scripts" / "fontawesome.js").write_text("")
+    for page in Path(app.outdir).rglob("*.html"):
+        if page.name != "search.html" and static not in page.parents:
+            page.write_text(SEARCH.sub("", page.read_text()))
 
 
 def setup(app):

@@ -9,10 +9,13 @@ import multiprocessing
 import os
 import sys
 import time
+from base64 import b64decode, b64encode
+from io import BytesIO
 from multiprocessing.connection import wait
 
 from execnb.nbio import read_nb, write_nb
 from execnb.shell import CaptureShell
+from PIL import Image
 
 PRELOADED = ["kl_comedy.report", "kl_comedy.trainer", "kl_comedy.audit", "papermill"]
 TIMEOUT = 300  # seconds of one notebook
@@ -22,6 +25,14 @@ FORK = multiprocessing.get_context("fork")
 def skipped(cell):
     "Whether a cell is shown and not run."
     return cell.cell_type != "code" or "skip-execution" in cell.metadata.get("tags", [])
+
+
+def smaller(picture):
+    "A PNG in base64 with at most 256 colours: a quarter of the bytes, no difference to the eye."
+    image, file = Image.open(BytesIO(b64decode(picture))).convert("RGB"), BytesIO()
+    few = image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
+    few.save(file, "PNG", optimize=True)
+    return b64encode(file.getvalue()).decode()
 
 
 def execute(path):
@@ -39,6 +50,8 @@ def execute(path):
                   sep="\n", file=sys.stderr, flush=True)
             os._exit(1)
         cell.outputs = [out for out in cell.get("outputs", []) if out.get("name") != "stderr"]
+        for data in [out["data"] for out in cell.outputs if "image/png" in out.get("data", {})]:
+            data["image/png"] = smaller(data["image/png"])
     write_nb(page, path)
 
 
