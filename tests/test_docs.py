@@ -1,17 +1,22 @@
 """The built site: complete, whole, nothing fetched from outside, and right in a real browser."""
 
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
+from base64 import b64decode, b64encode
 from html import unescape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
 import pandas as pd
 import pytest
 from execnb.nbio import mk_cell, read_nb, write_nb
+from matplotlib import pyplot as plt
+from PIL import Image
 from website import DOCS, MODULES, ROOT, Page, exported, pages_of
 
 from kl_comedy import __version__
@@ -151,6 +156,20 @@ def test_a_cell_that_fails_or_hangs_fails_the_build(tmp_path, monkeypatch, capfd
     assert words in capfd.readouterr().err
     printed, value = read_nb(good).cells[1].outputs
     assert (printed["text"], value["data"]["text/plain"]) == (["42\n"], ["42"])
+
+
+def test_a_picture_gets_smaller_and_looks_the_same():
+    fig, ax = plt.subplots(figsize=(7, 5))
+    for i in range(12):
+        ax.plot(np.sin(np.linspace(0, 9, 300) + i), lw=2, color=plt.cm.hsv(i / 12), label=f"{i}")
+        ax.fill_between(range(300), 0, i / 12, alpha=0.1)
+    ax.legend(ncols=3)
+    fig.savefig(file := io.BytesIO(), format="png")
+    plt.close(fig)
+    before, after = file.getvalue(), b64decode(execute.smaller(b64encode(file.getvalue())))
+    pixels = [np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), int)
+              for png in (before, after)]
+    assert len(after) < len(before) / 2 and abs(pixels[0] - pixels[1]).max() < 32
 
 
 def test_a_broken_link_fails_the_build(tmp_path):

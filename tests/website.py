@@ -80,7 +80,7 @@ class Handler(SimpleHTTPRequestHandler):
     extra = {}
 
     def do_GET(self):
-        name = self.path.removeprefix("/")
+        name = self.path.removeprefix("/").partition("?")[0]
         if name not in self.extra:
             return super().do_GET()
         kind = "text/javascript" if name.endswith(".js") else "text/html"
@@ -95,17 +95,17 @@ class Handler(SimpleHTTPRequestHandler):
         pass
 
 
-def ask_browser(root, profile, probe, **extra):
+def ask_browser(root, profile, probe, extra=()):
     """What the script `probe` reports of the pages under `root`, in a browser without a network.
 
-    It finds the names of the pages in PAGES and calls `report` once. `extra`: scripts by name,
-    served as NAME.js.
+    It finds the names of the pages in PAGES and calls `report` once. `extra`: texts by the path
+    that they are served at, in the place of what is there.
     """
     pages = [p.relative_to(root).as_posix() for p in pages_of(root)]
     html = ('<!doctype html><title>probe</title><pre id="report"></pre><script>'
             f"const PAGES = {json.dumps(pages)}, report = found => document.getElementById("
             f"'report').textContent = JSON.stringify(found);\n{probe}</script>")
-    files = {"probe.html": html} | {f"{name}.js": text for name, text in extra.items()}
+    files = {"probe.html": html, **dict(extra)}
     handler = partial(type("SiteHandler", (Handler,), {"extra": files}), directory=root)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
