@@ -28,8 +28,7 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 SRC = DOCS / "_src"
 PAGES = ["CHANGELOG.md", "CONTRIBUTING.md", "data/README.md"]
-LINKED = ["data/*", "kl_comedy", "tests", "Makefile", "LICENSE", "README.md",
-          ".ci"]  # may be linked to
+LINKED = ["data/*", "kl_comedy", "tests", "Makefile", "LICENSE", "README.md"]  # may be linked to
 NOT_RUN = """```{note}
 This notebook is shown without outputs. It trains: `kl_comedy reproduce` runs it, once for each cell
 of a sweep.

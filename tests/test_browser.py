@@ -70,13 +70,17 @@ def test_the_browser_finds_planted_faults(site, tmp_path):
         <div class="math">\[x^2 \tag{2}\]</div>
         <div class="math" style="display: flex; flex-direction: row-reverse; width: 200px">
         \[a+b+c+d+e+f+g+h+i+j+k+l+m+n+o+p+q+r+s+t+u+v+w+x+y+z \tag{2}\]</div><img src="gone.png">
-        <div style="width: 700px">wide</div><script src="http://cdn.example/x.js"></script>""")
+        <div style="width: 700px">wide</div><script src="http://cdn.example/x.js"></script>
+        <script src="heavy.js"></script>""")
+    (pages / "heavy.js").write_text(f"// {'x' * 1_100_000}")
     wrong = ask_browser(pages, tmp_path / "profile", PROBE)
     assert any("formula" in w and "tag" in w for w in wrong), wrong
     assert any("gone.png" in w for w in wrong), wrong
     assert len([w for w in wrong if "cut at the left" in w]) == 2, wrong  # at both widths
     assert [w for w in wrong if "wide" in w and "390" in w] and not [
         w for w in wrong if "wide" in w and "1280" in w], wrong
+    assert any("a formula that scrolls" in w for w in wrong), wrong
+    assert any("1.10 MB beyond fonts and MathJax" in w for w in wrong), wrong
     assert any("fetches http://cdn.example/x.js" in w for w in wrong), wrong
 
 
