@@ -1,43 +1,47 @@
 """Build the site: `python docs/build.py [FOLDER]` (default docs/_build/html).
 
 The notebooks are staged in docs/_src in the layout of the repository, so that their relative
-links hold, and read by Sphinx; every warning is an error and nothing is fetched. Derivations,
-library and gallery are executed; experiments train, so they are shown as they are. nbdev's
-`proc_nbs` would take the exported cells out of the pages and the hidden ones out of the execution:
-the same nbdev machinery is used here with one processor of our own. The finished site replaces the
-old one; a failed build leaves it.
+links hold, executed (`execute.py`), and read by Sphinx; every warning is an error and nothing is
+fetched. Derivations, library and gallery are executed; experiments train, so they are shown as they
+are. Figures and tables of the home page are those that the gallery has drawn in this build.
+nbdev's `proc_nbs` would take the exported cells out of the pages and the hidden ones out of the
+execution: the same nbdev machinery is used here with one processor of our own. The finished site
+replaces the old one; a failed build leaves it.
 """
 
 import ast
 import os
 import re
 import shutil
-import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
-import yaml
+import pandas as pd
 from execnb.nbio import mk_cell, write_nb
 from nbdev.process import NBProcessor
+
+from kl_comedy.sweeps import load_sweep, plan
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 SRC = DOCS / "_src"
-PAGES = ["CONTRIBUTING.md", "data/README.md"]
+PAGES = ["CHANGELOG.md", "CONTRIBUTING.md", "data/README.md"]
 LINKED = ["data/*", "kl_comedy", "tests", "Makefile", "LICENSE", "README.md"]  # may be linked to
 NOT_RUN = """```{note}
-This notebook is shown without outputs. %s
+This notebook is shown without outputs. It trains: `kl_comedy reproduce` runs it, once for each cell
+of a sweep.
 ```"""
-WHY = {"experiments": "It trains: `kl_comedy reproduce` runs it, once for each cell of a sweep.",
-       "gallery": "Its runs have not been recorded yet."}
 
 
-def page_cell(cell):
+def page_cell(cell, folded=False):
     "Turn nbdev's directives into tags that myst-nb knows; take directives and empty cells out."
     if cell.cell_type != "code":
         return
     tags = cell.metadata.setdefault("tags", [])
+    if folded:
+        tags.append("hide-input")
     if "hide" in cell.directives_:
         tags.append("remove-cell")
     if cell.directives_.get("eval:") == ["false"]:
@@ -47,19 +51,53 @@ def page_cell(cell):
         del cell["source"]
 
 
-def unrecorded():
-    "Gallery notebooks, as paths in the repository, of the sweeps whose runs are not in data/runs."
-    sweeps = {path: yaml.safe_load(path.read_text()) for path in ROOT.glob("data/sweeps/*.yaml")}
-    return {sweep.get("gallery") for path, sweep in sweeps.items()
-            if not (ROOT / "data" / "runs" / path.stem).is_dir()}
+def describe_figures(cells):
+    "Give what the code cells draw an alternative text: the heading that they stand under."
+    heading = ""
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            found = re.findall(r"^#+ (.*)$", cell.source, re.MULTILINE)
+            heading = found[-1] if found else heading
+        elif "subplots(" in cell.get("source", ""):
+            plain = re.sub(r"[$`*\\\\]", "", heading)
+            cell.metadata["mystnb"] = {"image": {"alt": f"Figure: {plain}"}}
+
+
+def stale(root):
+    """Why recorded runs under `root` cannot be drawn by the code of today: a list of reasons.
+
+    The name of a run holds the hash of its parameters, so it tells whether the sweep and its
+    notebook would make the same run now.
+    """
+    found = []
+    for path in sorted(root.glob("data/sweeps/*.yaml")):
+        sweep, table = load_sweep(path, root), root / "data" / "runs" / path.stem / "runs.csv"
+        if sweep.gallery is None:
+            continue
+        again = f"record it with kl_comedy reproduce {sweep.name} --scale cpu --record"
+        if not table.exists():
+            found.append(f"{table.relative_to(root)} is missing: {again}")
+            continue
+        runs = pd.read_csv(table)
+        if lacking := sorted({"run", "scale", "state", "version"} - set(runs)):
+            found.append(f"{table.relative_to(root)} has no column {', '.join(lacking)}: {again}")
+            continue
+        for scale, rows in runs.groupby("scale"):
+            planned = set(plan(sweep, scale)) if scale in sweep.scales else set()
+            if odd := sorted(planned ^ set(rows.run)):
+                found.append(f"{table.relative_to(root)} is not what {path.name} says of scale "
+                             f"{scale}, as to {len(odd)} runs such as {odd[0]}: {again}")
+    return found
 
 
 def stage_notebook(path, executed):
     "Write the page of the notebook at `path`, a path in the repository, to docs/_src."
-    page = NBProcessor(ROOT / path, procs=[page_cell], process=True).nb
-    page.metadata["mystnb"] = {"execution_mode": "force" if executed else "off"}
+    # The gallery is read for its figures: the code that draws them is one click away.
+    process = partial(page_cell, folded=path.parent.name == "gallery")
+    page = NBProcessor(ROOT / path, procs=[process], process=True).nb
+    describe_figures(page.cells)
     if not executed:
-        page.cells.insert(1, mk_cell(NOT_RUN % WHY[path.parent.name], "markdown"))
+        page.cells.insert(1, mk_cell(NOT_RUN, "markdown"))
     (SRC / path).parent.mkdir(parents=True, exist_ok=True)
     write_nb(page, SRC / path)
 
@@ -82,41 +120,54 @@ def stage_api(module):
 
 
 def stage():
-    "Lay out the sources of the site in docs/_src, anew."
+    "Lay out the sources of the site in docs/_src, anew; the paths of the notebooks to execute."
     shutil.rmtree(SRC, ignore_errors=True)
     for folder in ("api", "data"):
         (SRC / folder).mkdir(parents=True)
-    for name in ("index.md", "explorer.md"):
-        shutil.copy(DOCS / name, SRC)
+    for page in DOCS.glob("*.md"):
+        shutil.copy(page, SRC)
     shutil.copy(DOCS / "api.rst", SRC / "api" / "index.rst")
     for name in PAGES:
         shutil.copy(ROOT / name, SRC / name)
     for path in (p.relative_to(ROOT) for name in LINKED for p in ROOT.glob(name)):
         if path.as_posix() not in PAGES:
             (SRC / path).symlink_to(ROOT / path)
-    without_data = unrecorded()
-    for path in sorted(p.relative_to(ROOT) for p in ROOT.glob("nbs/*/*.ipynb")):
-        kind = path.parent.name
-        stage_notebook(path, kind in ("derivations", "library", "adapters")
-                       or kind == "gallery" and path.as_posix() not in without_data)
+    notebooks = sorted(p.relative_to(ROOT) for p in ROOT.glob("nbs/*/*.ipynb"))
+    for path in notebooks:
+        stage_notebook(path, path.parent.name != "experiments")
     for module in sorted(ROOT.glob("kl_comedy/[a-z]*.py")):
         stage_api(module)
+    return [SRC / path for path in notebooks if path.parent.name != "experiments"]
+
+
+def read_by_sphinx(arguments):
+    "Build with Sphinx in this process, which has the packages imported that autodoc asks for."
+    from sphinx.cmd.build import main as sphinx
+    sys.exit(sphinx([str(argument) for argument in arguments]))
 
 
 def main():
     started = time.monotonic()
     out = Path(sys.argv[1] if len(sys.argv) > 1 else DOCS / "_build" / "html").resolve()
     new = out.with_name(f"{out.name}.new")
-    stage()
-    for folder in (new, out.with_name("jupyter_execute")):
-        shutil.rmtree(folder, ignore_errors=True)
+    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
+                   "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    os.environ.pop("MPLBACKEND", None)  # figures go into the pages
+    if reasons := stale(ROOT):
+        sys.exit("The site was not built:\n" + "\n".join(reasons))
+    from execute import FORK, execute_all  # imports torch, which reads the environment
+    shutil.rmtree(new, ignore_errors=True)
     jobs = min(4, os.cpu_count())
-    env = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-                        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    env.pop("MPLBACKEND", None)  # figures go into the pages
-    sphinx = [sys.executable, "-m", "sphinx", "-n", "-W", "--keep-going", "-E", "-j", str(jobs),
-              "-c", DOCS, "-d", out.with_name("doctrees"), SRC, new]
-    if subprocess.run(sphinx, env=env).returncode:
+    failed = execute_all(stage(), jobs)
+    if failed:
+        sys.exit(f"The site was not built, by {', '.join(p.name for p in failed)}: the reason is "
+                 f"above. {out} was left as it was.")
+    sphinx = FORK.Process(target=read_by_sphinx, args=(
+        ["-n", "-W", "--keep-going", "-E", "-j", jobs, "-c", DOCS,
+         "-d", out.with_name("doctrees"), SRC, new],))
+    sphinx.start()
+    sphinx.join()
+    if sphinx.exitcode:
         sys.exit(f"The site was not built: the reason is above. {out} was left as it was.")
     shutil.rmtree(out, ignore_errors=True)
     new.rename(out)

@@ -11,17 +11,15 @@ project = "kl_comedy"
 author = "the kl_comedy developers"
 copyright = f"2026, {author}"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx_copybutton"]
-include_patterns = ["index.md", "explorer.md", "api/*.rst", "nbs/**/*.ipynb", "data/README.md",
-                    "CONTRIBUTING.md"]
+include_patterns = ["*.md", "api/*.rst", "nbs/**/*.ipynb", "data/README.md"]
+exclude_patterns = ["README.md"]
 default_role = "code"  # docstrings write `name` as Markdown does
 nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages are not at hand offline
 
-# A notebook that fails is a warning, so the build fails, and the traceback is shown. What it writes
-# to stderr, progress bars mostly, is not part of a page.
-nb_execution_show_tb = True
-nb_execution_timeout = 300
-nb_output_stderr = "remove"
+nb_execution_mode = "off"  # build.py has executed them
 nb_merge_streams = True
+nb_code_prompt_show = "Show the code"
+nb_code_prompt_hide = "Hide the code"
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 copybutton_exclude = ".linenos, .gp, .go"
@@ -41,6 +39,7 @@ html_theme = "sphinx_book_theme"
 html_title = "kl_comedy"
 html_static_path = ["_static", str(Path(mathjax) / "static" / "mathjax" / mathjax_path)]
 html_css_files = ["site.css"]
+html_js_files = ["site.js"]
 html_show_sphinx = False
 html_theme_options = {
     "navbar_persistent": [], "show_navbar_depth": 1, "show_toc_level": 2,
@@ -77,8 +76,27 @@ def load_explorer(app, pagename, *_):
         app.add_css_file("explorer.css")
 
 
+SEARCH = re.compile(r'<script src="[^"]*(searchtools|language_data|searchindex)\.js"></script>')
+
+
+def lighten(app, error):
+    """Take out of the site what no page needs: maps of scripts, a script of 1.5 MB that draws the
+    theme's icons, which its style sheet draws from a font as well, and, but for the page that
+    searches, the index of the search."""
+    if error or app.builder.name != "html":
+        return
+    static = Path(app.outdir, "_static")
+    for path in [*static.rglob("*.js.map"), *static.rglob("*.css.map")]:
+        path.unlink()
+    (static / "scripts" / "fontawesome.js").write_text("")
+    for page in Path(app.outdir).rglob("*.html"):
+        if page.name != "search.html" and static not in page.parents:
+            page.write_text(SEARCH.sub("", page.read_text()))
+
+
 def setup(app):
     app.connect("html-page-context", load_explorer)
+    app.connect("build-finished", lighten)
     app.connect("autodoc-skip-member", leave_values_out)
     app.connect("autodoc-process-docstring", plain_docstring)
     app.connect("doctree-read", keep_tags)

@@ -148,13 +148,20 @@ def interval(values, level=0.95, seed=0, n_boot=2000):
     low, high = np.percentile(values[draws].mean(1), [tail, 100 - tail])
     return float(low), float(high)
 
-# %% ../nbs/library/17_report.ipynb #99cda87d
+# %% ../nbs/library/17_report.ipynb #bf73f9ec
 def _need(df, *columns):
     missing = [c for c in columns if c not in df.columns]
     if missing:
         raise ValueError(f"columns {missing} are missing: the table has {list(df.columns)}")
     if df.empty:
         raise ValueError("the table has no rows")
+
+# %% ../nbs/library/17_report.ipynb #8a694cb3
+def _band(values):
+    "Both ends of the 95% bootstrap interval of each row's mean; `values` is (points, runs)."
+    runs = values.shape[1]
+    draws = np.random.default_rng(0).integers(runs, size=(1000, runs))
+    return np.percentile(values[:, draws].mean(-1), [2.5, 97.5], axis=1)
 
 def mean_lines(df, x, y, ax, by="label", names=True):
     """Draw the mean of `y` against `x`, a curve and 95% band a label; returns `ax`.
@@ -164,11 +171,17 @@ def mean_lines(df, x, y, ax, by="label", names=True):
     or an unknown label.
     """
     _need(df, x, y, by)
-    for i, (label, rows) in enumerate(df.groupby(by, sort=True)):
-        every = max(1, rows[x].nunique() // 8)
-        sns.lineplot(rows, x=x, y=y, ax=ax, label=label, legend=False, errorbar=("ci", 95),
-                     n_boot=1000, seed=0, err_kws={"alpha": 0.15, "linewidth": 0},
-                     markevery=(i % every, every), **line_style(label))
+    for i, (label, rows) in enumerate(df.dropna(subset=y).groupby(by, sort=True)):
+        points, look = rows.groupby(x)[y].agg(list), line_style(label)
+        ends = pd.DataFrame(index=points.index, columns=["low", "high"], dtype=float)
+        for _, same in points.groupby(points.map(len)):  # those of as many runs, at once
+            ends.loc[same.index] = _band(np.array(same.tolist())).T
+        every = max(1, len(points) // 8)
+        ax.plot(points.index, points.map(np.mean), label=label, markevery=(i % every, every),
+                **look)
+        ax.fill_between(points.index, ends.low, ends.high, color=look["color"], alpha=0.15,
+                        linewidth=0)
+    ax.set(xlabel=x, ylabel=y)
     return label_ends(ax) if names else ax
 
 # %% ../nbs/library/17_report.ipynb #e0e035bc

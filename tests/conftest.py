@@ -6,6 +6,7 @@ import warnings
 import micro
 import pytest
 import torch
+from website import site  # noqa: F401
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)

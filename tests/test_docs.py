@@ -1,74 +1,30 @@
 """The built site: complete, whole, nothing fetched from outside, and right in a real browser."""
 
-import ast
-import fcntl
-import importlib.util
+import io
 import json
 import re
 import shutil
 import subprocess
 import sys
-import threading
-from functools import partial
+from base64 import b64decode, b64encode
 from html import unescape
-from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import numpy as np
+import pandas as pd
 import pytest
 from execnb.nbio import mk_cell, read_nb, write_nb
+from matplotlib import pyplot as plt
+from PIL import Image
+from website import DOCS, MODULES, ROOT, Page, exported, pages_of
 
-ROOT = Path(__file__).resolve().parent.parent
-DOCS = ROOT / "docs"
-SITE = DOCS / "_build" / "html"
-SOURCES = ["docs/*.*", "docs/_static/*", "nbs/*/*.ipynb", "kl_comedy/*.py", "data/**/*",
-           "CONTRIBUTING.md"]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-# What a browser fetches by itself to show a page, tag by tag; a link is only followed by a reader.
-FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src",
-           "audio": "src", "embed": "src", "object": "data", "link": "href", "image": "href"}
+from kl_comedy import __version__
+from kl_comedy.libraries import load_records, rows
 
-spec = importlib.util.spec_from_file_location("docs_build", DOCS / "build.py")
-build = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(build)
-
-
-@pytest.fixture(scope="session")
-def site():
-    """The folder of the site, built unless it is newer than everything that it is made of."""
-    (DOCS / "_build").mkdir(exist_ok=True)
-    with open(DOCS / "_build" / "lock", "w") as lock:  # one build, whatever the number of workers
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        index = SITE / "index.html"
-        newest = max(p.stat().st_mtime for name in SOURCES for p in ROOT.glob(name))
-        if not index.exists() or index.stat().st_mtime < newest:
-            command = [sys.executable, DOCS / "build.py"]
-            ran = subprocess.run(command, capture_output=True, text=True)
-            assert ran.returncode == 0, (ran.stdout + ran.stderr)[-5000:]
-    return SITE
-
-
-class Page(HTMLParser):
-    """Anchors, links and fetched addresses of one HTML file."""
-
-    def __init__(self, path):
-        super().__init__()
-        self.anchors, self.links, self.fetched = set(), [], []
-        self.feed(path.read_text())
-
-    def handle_starttag(self, tag, attrs):
-        attrs = dict(attrs)
-        self.anchors |= {attrs[name] for name in ("id", "name") if attrs.get(name)}
-        if FETCHED.get(tag) in attrs and attrs.get("rel") not in ("search", "next", "prev"):
-            self.fetched.append(attrs[FETCHED[tag]])
-        elif tag == "a" and attrs.get("href"):
-            self.links.append(attrs["href"])
-
-
-def pages_of(root):
-    """The pages under `root`: the HTML files in _static are templates of the theme."""
-    return [p for p in sorted(root.rglob("*.html")) if "_static" not in p.relative_to(root).parts]
+sys.path.insert(0, str(DOCS))
+import build  # noqa: E402
+import execute  # noqa: E402
 
 
 def problems(root):
@@ -128,17 +84,6 @@ def test_a_font_from_outside_is_found(tmp_path):
     assert problems(tmp_path) == ["x.css: https://fonts.example/a.woff2 is fetched from outside"]
 
 
-def exported(module):
-    """The names in `__all__` of an exported module."""
-    for node in ast.parse(module.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
-            return ast.literal_eval(node.value)
-    return []
-
-
-MODULES = [m for m in sorted(ROOT.glob("kl_comedy/[a-z]*.py")) if exported(m)]
-
-
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: m.stem)
 def test_every_exported_name_is_in_the_api_pages(site, module):
     anchors = Page(site / "api" / f"{module.stem}.html").anchors
@@ -184,133 +129,161 @@ def test_directives_become_what_the_page_needs(tmp_path, monkeypatch):
     assert [(c.source, c.metadata.get("tags", [])) for c in page.cells] == [
         ("# Title", []), ("def f(): pass", []), ("import nbdev", ["remove-cell"]),
         ("boom()", ["skip-execution"])]
-    assert page.metadata.mystnb.execution_mode == "force"
 
 
 def test_a_notebook_that_is_not_executed_says_so(tmp_path, monkeypatch):
     page = staged(monkeypatch, tmp_path, mk_cell("# Title", "markdown"), executed=False)
     assert "without outputs" in page.cells[1].source
-    assert page.metadata.mystnb.execution_mode == "off"
 
 
-@pytest.mark.parametrize("cell, kind, words", [
-    ("1 / 0", "code", "ZeroDivisionError"),
-    ("[gone](gone.ipynb)", "markdown", "gone.ipynb")])
-def test_a_failing_cell_and_a_broken_link_fail_the_build(tmp_path, cell, kind, words):
-    (tmp_path / "src").mkdir()
-    write_nb({"cells": [mk_cell("# Title", "markdown"), mk_cell(cell, kind)], "nbformat": 4,
-              "nbformat_minor": 5, "metadata": {"kernelspec": {"name": "python3"}}},
-             tmp_path / "src" / "page.ipynb")
+def notebook(folder, *cells):
+    """The path of a notebook of `cells` in `folder`."""
+    folder.mkdir(exist_ok=True)
+    write_nb({"cells": list(cells), "nbformat": 4, "nbformat_minor": 5,
+              "metadata": {"kernelspec": {"name": "python3"}}}, folder / "page.ipynb")
+    return folder / "page.ipynb"
+
+
+@pytest.mark.parametrize("cell, words", [("1 / 0", "ZeroDivisionError"), ("x = ", "SyntaxError"),
+                                         ("import time; time.sleep(60)", "more than 2 s"),
+                                         ("import os; os._exit(3)", "")])
+def test_a_cell_that_fails_or_hangs_fails_the_build(tmp_path, monkeypatch, capfd, cell, words):
+    monkeypatch.setattr(execute, "PRELOADED", [])
+    monkeypatch.setattr(execute, "TIMEOUT", 2)
+    bad = notebook(tmp_path / "a", mk_cell(cell))
+    good = notebook(tmp_path / "b", mk_cell("x = 6 * 7"), mk_cell("print(x)\nx"))
+    assert execute.execute_all([bad, good], 2) == [bad]
+    assert words in capfd.readouterr().err
+    printed, value = read_nb(good).cells[1].outputs
+    assert (printed["text"], value["data"]["text/plain"]) == (["42\n"], ["42"])
+
+
+def test_a_picture_gets_smaller_and_looks_the_same():
+    fig, ax = plt.subplots(figsize=(7, 5))
+    for i in range(12):
+        ax.plot(np.sin(np.linspace(0, 9, 300) + i), lw=2, color=plt.cm.hsv(i / 12), label=f"{i}")
+        ax.fill_between(range(300), 0, i / 12, alpha=0.1)
+    ax.legend(ncols=3)
+    fig.savefig(file := io.BytesIO(), format="png")
+    plt.close(fig)
+    before, after = file.getvalue(), b64decode(execute.smaller(b64encode(file.getvalue())))
+    pixels = [np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), int)
+              for png in (before, after)]
+    assert len(after) < len(before) / 2 and abs(pixels[0] - pixels[1]).max() < 32
+
+
+def test_a_broken_link_fails_the_build(tmp_path):
+    path = notebook(tmp_path / "src", mk_cell("# Title\n\n[gone](gone.ipynb)", "markdown"))
     ran = subprocess.run(
         [sys.executable, "-m", "sphinx", "-n", "-W", "-E", "-q", "-c", DOCS, "-D", "root_doc=page",
-         "-D", "include_patterns=page.ipynb", tmp_path / "src", tmp_path / "out"],
+         "-D", "include_patterns=page.ipynb", path.parent, tmp_path / "out"],
         capture_output=True, text=True)
-    assert ran.returncode != 0 and words in ran.stderr
+    assert ran.returncode != 0 and "gone.ipynb" in ran.stderr
 
 
-# Loads every page in a frame, at two widths, and writes what is wrong with it into the document.
-PROBE = """<!doctype html><pre id="report"></pre><script>
-const wrong = [];
-async function look(page, width) {
-  const frame = document.createElement("iframe");
-  frame.width = width; frame.height = 800; frame.src = page;
-  const loaded = new Promise(done => frame.onload = done);
-  document.body.append(frame);
-  await loaded;
-  const view = frame.contentWindow, doc = frame.contentDocument, say = what =>
-    wrong.push(`${page} at ${width}: ${what}`);
-  const maths = doc.querySelectorAll(".math").length;
-  if (maths && !view.MathJax?.startup) say("MathJax is missing");
-  else if (maths) await view.MathJax.startup.promise;
-  const drawn = doc.querySelectorAll("mjx-container").length;
-  if (drawn < maths) say(`${maths} formulas, ${drawn} drawn`);
-  for (const bad of doc.querySelectorAll("[data-mjx-error], mjx-merror, g[data-mml-node=merror]"))
-    say("formula: " + (bad.dataset.mjxError || bad.getAttribute("title") || bad.textContent));
-  for (const ink of doc.querySelectorAll("div.math g[data-mml-node=math]")) {
-    const box = ink.closest("div.math"), cut = box.getBoundingClientRect().left - 2;
-    if (ink.getBoundingClientRect().left + box.scrollLeft < cut)
-      say("a formula is cut at the left: " + ink.textContent.slice(0, 40));
-  }
-  for (const image of doc.images) {
-    image.loading = "eager";
-    await image.decode().catch(() => say("image " + image.src));
-  }
-  for (const {name} of view.performance.getEntriesByType("resource"))
-    if (/^https?:/.test(name) && new URL(name).origin !== location.origin) say("fetches " + name);
-  const wide = doc.scrollingElement.scrollWidth;
-  if (wide > width) say(`the page is ${wide} wide`);
-  frame.remove();
-}
-(async () => {
-  for (const page of PAGES) for (const width of [390, 1280]) {
-    try { await look(page, width) } catch (e) { wrong.push(page + ": " + e) }
-  }
-  document.getElementById("report").textContent = JSON.stringify(wrong);
-})();
-</script>"""
+def test_no_recorded_run_is_stale():
+    assert build.stale(ROOT) == []
 
 
-class Handler(SimpleHTTPRequestHandler):
-    """Serves a site, and the probe beside it."""
-
-    probe = b""
-
-    def do_GET(self):
-        if self.path != "/probe.html":
-            return super().do_GET()
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html")
-        self.send_header("Content-Length", str(len(self.probe)))
-        self.end_headers()
-        self.wfile.write(self.probe)
-
-    def log_message(self, *_):
-        pass
+def without_runs(root):
+    (root / "data/runs/table1/runs.csv").unlink()
 
 
-def browse(root, profile):
-    """What a browser without a network finds wrong with the pages under `root`."""
-    pages = [p.relative_to(root).as_posix() for p in pages_of(root)]
-    probe = PROBE.replace("PAGES", json.dumps(pages)).encode()
-    handler = partial(type("SiteHandler", (Handler,), {"probe": probe}), directory=root)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        ran = subprocess.run(
-            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
-             "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-             "--timeout=240000", "--virtual-time-budget=1000000", "--dump-dom",
-             f"http://127.0.0.1:{server.server_port}/probe.html"],
-            capture_output=True, text=True, timeout=300)
-        server.shutdown()
-    report = re.search(r'<pre id="report">(.*?)</pre>', ran.stdout, re.DOTALL)
-    assert report and report[1], f"the browser did not finish: {ran.stdout[-500:]}{ran.stderr}"
-    return json.loads(unescape(report[1]))
+def with_another_sweep(root):
+    path = root / "data/sweeps/table1.yaml"
+    path.write_text(path.read_text().replace("horizon: 4", "horizon: 5"))
 
 
-in_a_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium: install Debian's chromium for the browser checks")
+def with_a_new_parameter(root):
+    path = root / "nbs/experiments/24_gradients.ipynb"
+    path.write_text(path.read_text().replace('"seed = 0\\n"', '"seed = 0\\n", "more = 1\\n"'))
 
 
-@in_a_browser
-def test_every_page_is_right_in_a_browser(site, tmp_path):
-    assert browse(site, tmp_path / "profile") == []
+def without_version(root):
+    path = root / "data/runs/table1/runs.csv"
+    pd.read_csv(path).drop(columns="version").to_csv(path, index=False)
 
 
-@in_a_browser
-def test_the_browser_finds_planted_faults(site, tmp_path):
-    pages = tmp_path / "site"
-    pages.mkdir()
-    shutil.copy(site / "_static" / "tex-svg.js", pages)
-    (pages / "page.html").write_text(r"""<script defer src="tex-svg.js"></script>
-        <div class="math">\[\begin{split}a \\ b \tag{1}\end{split}\]</div>
-        <div class="math">\[x^2 \tag{2}\]</div>
-        <div class="math" style="display: flex; flex-direction: row-reverse; width: 200px">
-        \[a+b+c+d+e+f+g+h+i+j+k+l+m+n+o+p+q+r+s+t+u+v+w+x+y+z \tag{2}\]</div><img src="gone.png">
-        <div style="width: 700px">wide</div><script src="http://cdn.example/x.js"></script>""")
-    wrong = browse(pages, tmp_path / "profile")
-    assert any("formula" in w and "tag" in w for w in wrong), wrong
-    assert any("gone.png" in w for w in wrong), wrong
-    assert len([w for w in wrong if "cut at the left" in w]) == 2, wrong  # at both widths
-    assert [w for w in wrong if "wide" in w and "390" in w] and not [
-        w for w in wrong if "wide" in w and "1280" in w], wrong
-    assert any("fetches http://cdn.example/x.js" in w for w in wrong), wrong
+@pytest.mark.parametrize("plant, words", [
+    (without_runs, "data/runs/table1/runs.csv is missing"),
+    (with_another_sweep, "is not what table1.yaml says of scale cpu"),
+    (with_a_new_parameter, "is not what table1.yaml says of scale cpu"),
+    (without_version, "has no column version")], ids=lambda x: getattr(x, "__name__", ""))
+def test_a_figure_whose_runs_are_missing_or_old_fails_the_build(
+        tmp_path, monkeypatch, plant, words):
+    for name in ("data/sweeps/table1.yaml", "data/runs/table1/runs.csv",
+                 "nbs/experiments/24_gradients.ipynb", "nbs/gallery/30a_table1.ipynb"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    assert build.stale(tmp_path) == []
+    plant(tmp_path)
+    monkeypatch.setattr(build, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["build.py", str(tmp_path / "html")])
+    with pytest.raises(SystemExit, match=words):
+        build.main()
+
+
+def test_the_figure_of_the_readme_is_the_one_that_was_drawn(site):
+    (drawn,) = site.glob("_images/headline*.png")
+    assert drawn.read_bytes() == (DOCS / "_static" / "headline.png").read_bytes()
+
+
+def test_the_home_page_says_what_each_library_does_by_default(site):
+    text = " ".join(re.sub(r"<[^>]*>", " ", (site / "index.html").read_text()).split())
+    for found in load_records(ROOT / "data" / "libraries").values():
+        for row in rows(found):
+            if row["default"]:
+                words = unescape(row["verdict"]).removesuffix(", but where a clamp acts")
+                assert re.search(rf"{found['title']} [^|]{{3,90}}{re.escape(words)}",
+                                 text.replace("\u2019", "'")), (found["title"], words)
+
+
+def test_the_menu_leads_from_the_choice_to_the_reference(site):
+    links = [urlsplit(link).path for link in Page(site / "index.html").links]
+    order = ["nbs/gallery/36_choose", "nbs/derivations/01_estimators", "nbs/derivations/08_optimum",
+             "nbs/gallery/31_on_policy", "nbs/gallery/30b_figure1", "nbs/gallery/35_claims",
+             "nbs/gallery/34_libraries", "nbs/library/10_surrogate", "nbs/adapters/trl",
+             "nbs/experiments/20_on_policy", "api/index", "reproduce", "CHANGELOG",
+             "CONTRIBUTING"]
+    menu = list(dict.fromkeys(link for link in links if link in {f"{x}.html" for x in order}))
+    assert menu == [f"{x}.html" for x in order]
+
+
+def test_the_changelog_has_this_version():
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def search_index(site):
+    text = (site / "searchindex.js").read_text()
+    return json.loads(text[text.index("(") + 1:text.rindex(")")])
+
+
+def test_search_finds_every_exported_name(site):
+    objects = search_index(site)["objects"]
+    known = {f"{prefix}.{entry[-1]}" for prefix, entries in objects.items() for entry in entries}
+    wanted = {f"kl_comedy.{m.stem}.{name}" for m in MODULES for name in exported(m)}
+    assert wanted - known == set()
+
+
+NOTEBOOKS = [p.relative_to(ROOT) for p in sorted(ROOT.glob("nbs/*/*.ipynb"))]
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
+def test_a_page_offers_its_notebook(site, path):
+    page = site / path.with_suffix(".html")
+    (link,) = {link for link in Page(page).links if link.endswith(".ipynb")}
+    offered = (page.parent / link).resolve()
+    plain = re.compile(r"^#\|.*\n?", re.M)
+    code = [[plain.sub("", cell.source).strip("\n") for cell in read_nb(nb).cells
+             if cell.cell_type == "code"] for nb in (offered, ROOT / path)]
+    assert code[0] == [source for source in code[1] if source]
+
+
+def test_a_notebook_from_the_site_runs(site, tmp_path):
+    """In its folder of a clone, papermill's parameters included."""
+    path = Path("nbs/gallery/30a_table1.ipynb")
+    ran = subprocess.run(
+        [sys.executable, "-m", "papermill", site / "_sources" / path, tmp_path / "out.ipynb",
+         "--cwd", ROOT / path.parent, "-p", "out_dir", tmp_path], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert (tmp_path / "table1.csv").exists()
