@@ -14,7 +14,7 @@ import psutil
 import pytest
 from toy import SWEEP, TRAIN, kill, make_clone, results, start, wait_for, write_notebook
 
-from kl_comedy.batch import Job, reproduce, run_all, survey
+from kl_comedy.batch import Job, locked, reproduce, run_all, survey, take
 from kl_comedy.runs import Metrics, Run, RunError, collect, read_lines, read_metrics, read_status
 from kl_comedy.sweeps import SweepError, load_sweep, load_sweeps, plan
 
@@ -265,6 +265,14 @@ kernel("kernel").kill()
     run_all(list(jobs[:2]), 2, lambda job: [], print)
     assert read_metrics(jobs[0].folder).equals(read_metrics(jobs[2].folder))
     assert read_metrics(jobs[1].folder).equals(read_metrics(jobs[2].folder))
+
+
+def test_two_batches_share_the_runs_of_a_study(tmp_path):
+    queue = [Job("toy", name, tmp_path / "x.ipynb", tmp_path / name, {}, 1) for name in "abc"]
+    (tmp_path / "a").mkdir()
+    with locked(tmp_path / "a"):  # another batch is making it
+        assert [take(queue).name for _ in range(2)] == ["b", "c"]
+        assert take(queue).name == "a" and not queue  # nothing else is left: wait for it
 
 
 @pytest.fixture
