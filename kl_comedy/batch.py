@@ -138,7 +138,7 @@ def settle(job, exitcode):
 
 # %% ../nbs/library/16c_batch.ipynb #7c1be2f0
 def take(queue):
-    """Remove and return the first job of `queue` that no other batch is making; else the first.
+    """Remove the first job of `queue` that no other batch is making, or else the first.
 
     So two batches of one study, on two machines that share a disk, too, share its runs."""
     for i, job in enumerate(queue):

@@ -158,7 +158,7 @@ def _need(df, *columns):
 
 # %% ../nbs/library/17_report.ipynb #8a694cb3
 def _band(values):
-    "Both ends of the 95% bootstrap interval of each row's mean; `values` is (points, runs)."
+    "Ends of the 95% bootstrap interval of each row's mean; `values` is (points, runs)."
     runs = values.shape[1]
     draws = np.random.default_rng(0).integers(runs, size=(1000, runs))
     return np.percentile(values[:, draws].mean(-1), [2.5, 97.5], axis=1)
@@ -177,8 +177,8 @@ def mean_lines(df, x, y, ax, by="label", names=True):
         for _, same in points.groupby(points.map(len)):  # those of as many runs, at once
             ends.loc[same.index] = _band(np.array(same.tolist())).T
         every = max(1, len(points) // 8)
-        ax.plot(points.index, points.map(np.mean), label=label, markevery=(i % every, every),
-                **look)
+        ax.plot(points.index, points.map(np.mean), label=label,
+                markevery=(i % every, every), **look)
         ax.fill_between(points.index, ends.low, ends.high, color=look["color"], alpha=0.15,
                         linewidth=0)
     ax.set(xlabel=x, ylabel=y)
