@@ -164,7 +164,8 @@ def probe_far(surrogate, toy, group_size):
     "In float32, 100 nats from the reference on either side: the gradient, or an error."
     found = {}
     for name, gap in FAR.items():
-        got = _together(surrogate, toy, group_size, torch.tensor([gap]), "ref_", torch.float32)
+        got = _together(surrogate, toy, group_size, torch.tensor([gap]), "ref_",
+                        torch.float32)
         x = got if isinstance(got, str) else got.item()
         found[name] = str(x) if x != x or x in (torch.inf, -torch.inf) else x
     return found

@@ -22,8 +22,8 @@ def actor(coef, kl):
                              recompute_logprob=False)
     return SimpleNamespace(
         config=config, reward_bias=0.0, reward_scaling=1.0, reward_clip=20.0,
-        reward_norm=None, kl_ctl=coef, kl_estimator=KLEstimator(kl), adv_norm=None, discount=1.0,
-        gae_lambda=1.0, mask_no_eos_with_zero=False)
+        reward_norm=None, adv_norm=None, kl_ctl=coef, kl_estimator=KLEstimator(kl),
+        discount=1.0, gae_lambda=1.0, mask_no_eos_with_zero=False)
 
 def shifted(x, before):
     "x (B, T) with one more column of zeros, at the prompt or after the end."
