@@ -174,10 +174,9 @@ def _of_extremes(found):
     for name, value in found["far"].items():
         if isinstance(value, str):
             yield f"{name} the reference, by 100 nats in float32: the gradient is {value}"
-    for name, ends in found["clamps"].items():
-        what = {"ref_logp": "log(ref/policy)", "behaviour_logp": "log(older/policy)"}[name]
+    for what, ends in found["clamps"].items():
         for at in ends:
-            yield f"a clamp: beyond {what} = {at:g} nats the gradient no longer changes"
+            yield f"a clamp: beyond {what} = {at:.3g} nats the gradient no longer changes"
 
 # %% ../nbs/library/10d_audit.ipynb #dc310127
 def _verb(word):

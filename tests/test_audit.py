@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -107,6 +108,12 @@ def ratio(b):
     return (logp(b) - b.behaviour_logp.masked_fill(~b.mask, 0)).exp()
 
 
+def ppo(b):
+    """K1 in the reward of each token's sequence under the clip of PPO."""
+    total = gap(b).detach().sum(1, keepdim=True)
+    return -(ratio(b) * total).minimum(ratio(b).clamp(0.8, 1.2) * total).sum(1).mean()
+
+
 RIGHT = {"in reward": (in_reward, SEQ), "in loss": (in_loss, FWD), "baseline": (baseline, SEQ)}
 
 
@@ -168,26 +175,33 @@ PLANTED = {  # the loss, its objective, and words that some finding must hold
     "ratio not detached": (lambda b: (ratio(b) * k3(b)).sum(1).mean(), TOK, "not the seq"),
     "ratio detached": (lambda b: (ratio(b).detach() * k3(b)).sum(1).mean(), FWD, "not the seq"),
     "a clamp after exp": (
-        lambda b: k3(b).clamp(-10, 10).sum(1).mean(), None, "a clamp: beyond log(ref/policy) = 3"),
+        lambda b: k3(b).clamp(-10, 10).sum(1).mean(), None, "a clamp: beyond log(ref/policy) = 2.61"),
     "a clamp in the reward": (
         lambda b: (-gap(b).clamp(-10, 10).detach().sum(1) * logp(b).sum(1)).mean(), SEQ,
         "a clamp: beyond log(ref/policy) = -10"),
     "a clamp of the log-ratio at 40": (
         lambda b: (gap(b).clamp(-40, 40).expm1() - gap(b).clamp(-40, 40)).sum(1).mean(), FWD,
-        "a clamp: beyond log(ref/policy) = 41"),
+        "a clamp: beyond log(ref/policy) = 40"),
     "a clamp of the value at 1.1e26": (
         lambda b: k3(b).clamp(max=1.1e26).sum(1).mean(), FWD,
         "a clamp: beyond log(ref/policy) = 60"),
     "a clamp in the reward at 80": (
         lambda b: (-gap(b).clamp(-80, 80).detach().sum(1) * logp(b).sum(1)).mean(), SEQ,
         "a clamp: beyond log(ref/policy) = -80"),
+    "a clamp of the reference's log-prob": (
+        lambda b: in_reward(replace(b, ref_logp=b.ref_logp.clamp(min=-20))), SEQ,
+        "a clamp: beyond ref_logp = -20"),
+    "the clip of PPO where the advantage is positive": (
+        lambda b: ppo(b), SEQ, "a clamp: beyond log(older/policy) = -0.18"),
+    "the clip of PPO where it is negative": (
+        lambda b: ppo(b), SEQ, "a clamp: beyond log(older/policy) = 0.22"),
     "a clamp of log-probs taken from logits": (
         lambda b: (b.ref_logp - b.logits.log_softmax(-1).gather(-1, b.tokens[..., None])[..., 0])
         .masked_fill(~b.mask, 0).clamp(-50, 50).expm1().sum(1).mean(), None,
-        "a clamp: beyond log(ref/policy) = 51"),
+        "a clamp: beyond log(ref/policy) = 50"),
     "a clip of the ratio": (
         lambda b: (ratio(b).clamp(0.2, 5).detach() * k3(b)).sum(1).mean(), FWD,
-        "a clamp: beyond log(older/policy)"),
+        "a clamp: beyond log(older/policy) = 1.61"),
     "exp overflows": (in_loss, FWD, "100 nats in float32: the gradient is -inf"),
     "exp in half precision": (
         lambda b: (gap(b).exp() - 1 - gap(b)).square().sum(1).mean(), None, "bfloat16"),
@@ -216,6 +230,37 @@ def test_a_planted_mistake_is_named(name):
     assert any(words in finding for finding in report.findings), report.findings
     if objective is not None:
         assert report.on_policy.objective == objective
+
+
+def entropy(b):
+    return (b.logp.exp() * b.logp).masked_fill(~b.mask, 0).sum(1).mean()
+
+
+NO_CLAMP = {  # losses that have none, and read no older policy; and half of one
+    "entropy": entropy,
+    "a divergence of torch": lambda b: torch.nn.functional.kl_div(
+        logp(b), b.ref_logp.masked_fill(~b.mask, 0), log_target=True, reduction="sum"),
+    "absolute": lambda b: gap(b).abs().sum(1).mean(),
+    "absolute in the reward": lambda b: (gap(b).abs().detach().sum(1) * logp(b).sum(1)).mean(),
+    "of the batch": lambda b: in_reward(b) / (-gap(b).detach().sum(1)).std(),
+    "before the advantages are normalised": normalised(False),
+    "both": lambda b: in_loss(b) + (k3(b).detach().sum(1) * logp(b).sum(1)).mean(),
+    "saturates": lambda b: gap(b).sigmoid().sum(1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", NO_CLAMP)
+def test_where_there_is_no_clamp_none_is_found(name):
+    assert not any(audit(NO_CLAMP[name]).clamps.values())
+
+
+def test_a_clamp_is_said_of_what_it_clamps_and_nothing_else():
+    clamped = lambda b: (gap(b).clamp(-0.2, 5).square()).sum(1).mean()  # noqa: E731
+    found = audit(clamped).clamps
+    assert sorted(found["log(ref/policy)"]) == pytest.approx([-0.2, 5], rel=0.02)
+    assert not any(ends for what, ends in found.items() if what != "log(ref/policy)")
+    sides = sorted(audit(ppo).clamps["log(older/policy)"])
+    assert sides == pytest.approx([-0.1823, 0.2231], rel=0.03)
 
 
 def test_a_factor_is_a_group_mean_only_where_there_are_groups():
