@@ -151,7 +151,12 @@ ALLOWED = {"float32": 1e-3, "bfloat16": 0.02}  # relative error of the gradient
 
 def _of_probes(found):
     "Findings of the probes, by their names."
-    for name, word in found["padding"].items():
+    padding = dict(found["padding"])
+    hole = padding.pop("hole", "same")
+    if hole not in ("same", padding.get("ordinary")):
+        whose = "it" if hole == "has a gradient" else "the gradient"
+        yield f"a token masked in the middle counts, as of a tool: {whose} {_verb(hole)}"
+    for name, word in padding.items():
         if word != "same":
             what = "ordinary log-probs" if name == "ordinary" else name
             whose = "it" if word == "has a gradient" else "the gradient"
@@ -160,9 +165,11 @@ def _of_probes(found):
         if not counted:
             yield f"the {name} token of a response does not count: off by one?"
     for name, error in found["precision"].items():
-        if isinstance(error, str):
+        if error == probes.STEPS:
+            yield f"{name}: the gradient {error}, as if something were in half precision"
+        elif isinstance(error, str):
             yield f"{name}: the gradient {_verb(error)}"
-        elif error > ALLOWED[name]:
+        elif error > ALLOWED[name.split()[0]]:
             yield f"{name}: the gradient is wrong by {error:.1%}"
     yield from _of_extremes(found)
 

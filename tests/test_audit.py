@@ -123,7 +123,8 @@ def test_what_is_right_is_found_right(name):
     report = audit(surrogate)
     assert (report.on_policy.objective, report.on_policy.scale) == (objective, pytest.approx(1))
     assert report.on_policy.unit == ("group" if name == "baseline" else "sequence")
-    unlike = [f for f in report.findings if "not the sequence" not in f and "100 nats" not in f]
+    told = "not the sequence", "100 nats", "bfloat16 near the reference"  # true of K3 and exp
+    unlike = [f for f in report.findings if not any(words in f for words in told)]
     assert not unlike
     assert from_dict(to_dict(report)) == report
 
@@ -175,7 +176,8 @@ PLANTED = {  # the loss, its objective, and words that some finding must hold
     "ratio not detached": (lambda b: (ratio(b) * k3(b)).sum(1).mean(), TOK, "not the seq"),
     "ratio detached": (lambda b: (ratio(b).detach() * k3(b)).sum(1).mean(), FWD, "not the seq"),
     "a clamp after exp": (
-        lambda b: k3(b).clamp(-10, 10).sum(1).mean(), None, "a clamp: beyond log(ref/policy) = 2.61"),
+        lambda b: k3(b).clamp(-10, 10).sum(1).mean(), None,
+        "a clamp: beyond log(ref/policy) = 2.61"),
     "a clamp in the reward": (
         lambda b: (-gap(b).clamp(-10, 10).detach().sum(1) * logp(b).sum(1)).mean(), SEQ,
         "a clamp: beyond log(ref/policy) = -10"),
@@ -192,9 +194,9 @@ PLANTED = {  # the loss, its objective, and words that some finding must hold
         lambda b: in_reward(replace(b, ref_logp=b.ref_logp.clamp(min=-20))), SEQ,
         "a clamp: beyond ref_logp = -20"),
     "the clip of PPO where the advantage is positive": (
-        lambda b: ppo(b), SEQ, "a clamp: beyond log(older/policy) = -0.18"),
+        ppo, SEQ, "a clamp: beyond log(older/policy) = -0.18"),
     "the clip of PPO where it is negative": (
-        lambda b: ppo(b), SEQ, "a clamp: beyond log(older/policy) = 0.22"),
+        ppo, SEQ, "a clamp: beyond log(older/policy) = 0.22"),
     "a clamp of log-probs taken from logits": (
         lambda b: (b.ref_logp - b.logits.log_softmax(-1).gather(-1, b.tokens[..., None])[..., 0])
         .masked_fill(~b.mask, 0).clamp(-50, 50).expm1().sum(1).mean(), None,
@@ -205,6 +207,21 @@ PLANTED = {  # the loss, its objective, and words that some finding must hold
     "exp overflows": (in_loss, FWD, "100 nats in float32: the gradient is -inf"),
     "exp in half precision": (
         lambda b: (gap(b).exp() - 1 - gap(b)).square().sum(1).mean(), None, "bfloat16"),
+    "a small difference of large numbers": (
+        lambda b: ((gap(b).exp() - 1 - gap(b)).detach().sum(1) * logp(b).sum(1)).mean(),
+        f"{SEQ} - {FWD}", "float32 near the reference: the gradient is wrong by 1"),
+    "half precision near the reference": (
+        lambda b: (gap(b).exp() - 1 - gap(b)).sum(1).mean(), FWD, "bfloat16 near the reference"),
+    "rounded to half precision inside": (
+        lambda b: in_loss(replace(b, logp=b.logp.bfloat16(), ref_logp=b.ref_logp.bfloat16())),
+        "none of these", "float64: the gradient moves in steps"),
+    "one of the tensors in float16": (
+        lambda b: in_loss(replace(b, ref_logp=b.logp + (b.ref_logp - b.logp).half())), None,
+        "float64: the gradient moves in steps"),
+    "tokens taken for the first so many": (
+        lambda b: in_loss(replace(b, mask=torch.arange(b.mask.shape[1])
+                                  < b.mask.sum(1, keepdim=True))), FWD,
+        "a token masked in the middle counts, as of a tool"),
     "a constant subtracted from each token": (
         lambda b: (((-gap(b) - 0.7).detach() * b.mask).sum(1) * logp(b).sum(1)).mean(),
         f"{SEQ} - 0.7 length", "not the seq"),
@@ -261,6 +278,16 @@ def test_a_clamp_is_said_of_what_it_clamps_and_nothing_else():
     assert not any(ends for what, ends in found.items() if what != "log(ref/policy)")
     sides = sorted(audit(ppo).clamps["log(older/policy)"])
     assert sides == pytest.approx([-0.1823, 0.2231], rel=0.03)
+
+
+def test_what_computes_in_single_precision_does_not_move_in_steps():
+    def single(b):
+        return in_loss(replace(b, logp=b.logp.float(), ref_logp=b.ref_logp.float()))
+
+    report = audit(single)
+    assert report.on_policy.objective == FWD and "float64" not in report.precision
+    for loss in (ppo, normalised(False), lambda b: gap(b).abs().sum(1).mean()):
+        assert "float64" not in audit(loss).precision
 
 
 def test_a_factor_is_a_group_mean_only_where_there_are_groups():
