@@ -10,6 +10,7 @@ import torch
 
 from kl_comedy.audit import audit, from_dict, to_dict
 from kl_comedy.estimators import exact_kl
+from kl_comedy.expectation import expect
 from kl_comedy.lab import expected_gradient, named_objective
 from kl_comedy.placement import CHOICES, KLConfig, kl_surrogate
 from kl_comedy.surrogate import Toy
@@ -293,6 +294,42 @@ def test_what_computes_in_single_precision_does_not_move_in_steps():
 def test_a_factor_is_a_group_mean_only_where_there_are_groups():
     (factor,) = [f for f in audit(lambda b: in_loss(b) / 2).findings if "times beta" in f]
     assert factor == "0.5 times beta"
+
+
+@pytest.mark.parametrize("reduction", ["vocabulary", "elements"])
+def test_a_mean_over_the_vocabulary_is_named(reduction):
+    def mean(b):
+        logp, ref = b.logits.log_softmax(-1), b.ref_logits.log_softmax(-1)
+        each = (logp.exp() * (logp - ref)).masked_fill(~b.mask[..., None], 0)
+        return each.mean() if reduction == "elements" else each.mean(-1).sum(1).mean()
+
+    (factor,) = [f for f in audit(mean).findings if "times beta" in f]
+    assert factor == "0.333 times beta: 1/V, a mean over the vocabulary, which has 3 tokens here"
+    assert [f for f in audit(lambda b: in_loss(b) / 3).findings if "times beta" in f] == [
+        "0.333 times beta"]
+
+
+def test_the_bias_has_one_definition():
+    """|g / factor - g*| / |g*|: the factor of one objective is taken out, and no other."""
+    toy = Toy()
+    goal = expected_gradient(toy.policy, toy.ref, KLConfig()).flatten()
+
+    def distance(gradient):
+        return ((gradient - goal).norm() / goal.norm()).item()
+
+    def absolute(b):
+        return gap(b).abs().sum(1).mean()
+
+    def total(b):
+        return 0.3 * in_reward(b) + 0.6 * in_loss(b)
+
+    for loss in (absolute, total, normalised(False)):
+        assert audit(loss).on_policy.bias == pytest.approx(distance(expect(loss, toy).mean))
+        half = audit(lambda b: 0.5 * loss(b), beta=0.5)  # noqa: B023
+        assert half.on_policy.bias == pytest.approx(distance(expect(loss, toy).mean))
+    once, twice = (audit(lambda b: times * in_loss(b)) for times in (1, 2))  # noqa: B023
+    assert once.on_policy.bias == pytest.approx(twice.on_policy.bias)
+    assert once.off_policy.bias == pytest.approx(twice.off_policy.bias)
 
 
 def test_a_sum_is_said_with_its_factor_outside():

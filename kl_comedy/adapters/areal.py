@@ -34,7 +34,8 @@ def shifted(x, before):
 def loss(batch, coef=1.0, kl="k1", ref=True):
     "The policy loss, with the penalty in the reward."
     tokens = shifted(batch.tokens, True)
-    attention = torch.nn.functional.pad(batch.mask, (1, 0), value=True)
+    to_the_end = batch.mask.flip(1).cumsum(1).flip(1) > 0  # a hole in the mask is attended
+    attention = torch.nn.functional.pad(to_the_end, (1, 0), value=True)
     data = {"input_ids": tokens, "attention_mask": attention,
             "rewards": batch.reward.float(), "loss_mask": shifted(batch.mask, True),
             "logprobs": shifted(batch.behaviour_logp, True)}
