@@ -154,7 +154,7 @@ def _rounds(surrogate, batch, step=1e-3):
             return False
         found.append(torch.cat([x[batch.mask].flatten() for x in got]))
     once, twice = (x - found[0] for x in found[1:])
-    return bool((twice - 2 * once).norm() > 0.2 * once.norm())
+    return bool((twice - 2 * once).norm() > 0.2 * once.norm() + 1e-5 * found[0].norm())
 
 # %% ../nbs/library/10b_probes.ipynb #444cafaa
 def probe_shapes(surrogate, toy, group_size):
@@ -243,7 +243,8 @@ def _constant_from(values, at):
     if len(moving) == 0 or len(values) - (last := int(moving[-1])) <= 3 or last < STRETCH:
         return None
     stretch = values[last - STRETCH:last + 1]
-    moved = (stretch.diff().abs() > 1e-9 * scale).all()
+    to_nothing = values[-1].abs() <= 1e-9 * scale  # as of K1 in the loss, where it is cut
+    moved = to_nothing or (stretch.diff().abs() > 1e-9 * scale).all()
     abrupt = (values[last - 1:last + 1] - values[-1]).abs().max() > 1e-3 * scale
     far = at[last + 1].abs() > SWALLOWED
     if not moved or not abrupt or far and not _smooth(values[max(0, last - 6):last + 1]):
@@ -295,8 +296,8 @@ def _gradient(surrogate, toy, group_size, name, held, side):
     return lambda gaps: way(surrogate, toy, group_size, logps(gaps)), at_once
 
 # %% ../nbs/library/10b_probes.ipynb #937520af
-def _agree(one, other):
-    return abs(one - other) <= 0.02 * (1 + abs(one))
+def _agree(one, other, size):
+    return abs(one - other) <= 0.02 * (0.5 + abs(size))
 
 def probe_clamps(surrogate, toy, group_size):
     """Where the gradient ends to change, in nats, by what it ends to change with.
@@ -307,14 +308,16 @@ def probe_clamps(surrogate, toy, group_size):
     for name, sides in (("ref_", (0.5,)), ("behaviour_", (0.5, -0.5))):
         for side in sides:
             ends = []
-            for held in HELD:
-                gradient, at_once = _gradient(surrogate, toy, group_size, name, held, side)
+            for held, times in zip(HELD, (1.0, 1.5)):
+                gradient, at_once = _gradient(surrogate, toy, group_size, name, held,
+                                              side * times)
                 ends.append(_ends(gradient, SWEEP[SWEEP.abs() <= SWALLOWED + 64 * at_once]))
                 if not ends[0]:
                     break
             for one, other in itertools.product(*ends):
                 for what, by in ((NAMES[name], 0.0), (name + "logp", 1.0)):
                     at, again = one + by * HELD[0], other + by * HELD[1]
-                    if _agree(at, again) and not any(_agree(at, x) for x in found[what]):
+                    known = any(_agree(at, x, one) for x in found[what])
+                    if _agree(at, again, one) and not known:
                         found[what].append(at)
     return found

@@ -191,6 +191,9 @@ PLANTED = {  # the loss, its objective, and words that some finding must hold
     "a clamp in the reward at 80": (
         lambda b: (-gap(b).clamp(-80, 80).detach().sum(1) * logp(b).sum(1)).mean(), SEQ,
         "a clamp: beyond log(ref/policy) = -80"),
+    "a clamp in the loss, beyond which K1 has no gradient": (
+        lambda b: -gap(b).clamp(-10, 10).sum(1).mean(), "zero",
+        "a clamp: beyond log(ref/policy) = 10"),
     "a clamp of the reference's log-prob": (
         lambda b: in_reward(replace(b, ref_logp=b.ref_logp.clamp(min=-20))), SEQ,
         "a clamp: beyond ref_logp = -20"),
@@ -277,6 +280,12 @@ def test_a_clamp_is_said_of_what_it_clamps_and_nothing_else():
     found = audit(clamped).clamps
     assert sorted(found["log(ref/policy)"]) == pytest.approx([-0.2, 5], rel=0.02)
     assert not any(ends for what, ends in found.items() if what != "log(ref/policy)")
+    squared = audit(lambda b: (gap(b).square() / 2).clamp(max=10).sum(1).mean()).clamps
+    assert sorted(squared.pop("log(ref/policy)")) == pytest.approx([-20**0.5, 20**0.5], rel=0.02)
+    assert not any(squared.values())
+    older = lambda b: ppo(replace(b, ref_logp=b.ref_logp + (b.logp - b.behaviour_logp)))  # noqa: E731
+    assert sorted(audit(older).clamps["log(older/policy)"]) == pytest.approx(
+        [-0.1823, 0.2231], rel=0.03)
     sides = sorted(audit(ppo).clamps["log(older/policy)"])
     assert sides == pytest.approx([-0.1823, 0.2231], rel=0.03)
 
@@ -287,7 +296,11 @@ def test_what_computes_in_single_precision_does_not_move_in_steps():
 
     report = audit(single)
     assert report.on_policy.objective == FWD and "float64" not in report.precision
-    for loss in (ppo, normalised(False), lambda b: gap(b).abs().sum(1).mean()):
+    def divided(b):  # constant but for rounding
+        return normalised(False)(replace(b, logp=b.logp.float(), ref_logp=b.ref_logp.float(),
+                                         reward=b.reward.float()))
+
+    for loss in (ppo, normalised(False), divided, lambda b: gap(b).abs().sum(1).mean()):
         assert "float64" not in audit(loss).precision
 
 
