@@ -102,7 +102,9 @@ def _named(judged):
     strength = ("minus " if judged.scale < 0 else "") + times
     name = judged.objective.removesuffix(EACH)
     ending = judged.objective[len(name):]
-    return strength + (f"({name})" if strength and is_sum(judged.objective) else name) + ending
+    if strength and is_sum(name):
+        name = f"({name})"
+    return strength + name + ending
 
 # %% ../nbs/library/10d_audit.ipynb #dd7385c1
 def _bias(judged):
@@ -156,6 +158,7 @@ def _of_circumstances(on, equal):
 # %% ../nbs/library/10d_audit.ipynb #c9e498e8
 ALLOWED = {"float32": 1e-3, "bfloat16": 0.02}  # relative error of the gradient
 
+# %% ../nbs/library/10d_audit.ipynb #b184948e
 def _of_probes(found):
     "Findings of the probes, by their names."
     padding = dict(found["padding"])

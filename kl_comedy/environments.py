@@ -118,6 +118,7 @@ def within(recipe, words, seconds, command, **options):
         raise AuditError(f"{recipe.name}: {words} took more than {seconds:g} seconds and "
                          "was stopped") from None
 
+# %% ../nbs/library/17b_environments.ipynb #d1336012
 def _step(recipe, words, command, log):
     "Run one step of making an environment. AuditError with its last lines if it fails."
     with open(log, "a", encoding="utf-8") as file:
@@ -156,6 +157,7 @@ def _hold(lock, recipe, say):
         say(f"{recipe.name}: waiting for another audit, which makes its environment")
         fcntl.flock(lock, fcntl.LOCK_EX)
 
+# %% ../nbs/library/17b_environments.ipynb #7a6157c1
 def prepare(recipe, say):
     "Python of the recipe's environment, which is made if it is not there."
     if recipe.requirements is None:

@@ -134,11 +134,13 @@ def _cast(batch, dtype):
 
 def _nearer(batch, nats):
     "The batch with its gaps to the reference times `nats`, and no rewards."
-    near = {field: torch.lerp(getattr(batch, field).detach(), getattr(batch, "ref_" + field),
-                              nats) for field in ("logp", "logits")}
+    near = {field: torch.lerp(getattr(batch, field).detach(),
+                              getattr(batch, "ref_" + field), nats)
+            for field in ("logp", "logits")}
     return replace(batch, ref_logp=near["logp"], ref_logits=near["logits"].log_softmax(-1),
                    reward=torch.zeros_like(batch.reward))
 
+# %% ../nbs/library/10b_probes.ipynb #8053d7d3
 def _rounds(surrogate, batch, step=1e-3):
     "Whether the gradient moves by other than twice as much if the policy does."
     rng, found = torch.Generator().manual_seed(0), []
@@ -209,8 +211,8 @@ def _together(surrogate, toy, group_size, logps, dtype=torch.float64):
 
 def _one_by_one(surrogate, toy, group_size, logps):
     "The same, a batch for each."
-    found = [_together(surrogate, toy, group_size, {k: x[i:i + 1] for k, x in logps.items()})
-             for i in range(len(logps[""]))]
+    each = ({k: x[i:i + 1] for k, x in logps.items()} for i in range(len(logps[""])))
+    found = [_together(surrogate, toy, group_size, one) for one in each]
     errors = [x for x in found if isinstance(x, str)]
     return errors[0] if errors else torch.cat(found)
 
@@ -299,6 +301,7 @@ def _gradient(surrogate, toy, group_size, name, held, side):
 def _agree(one, other, size):
     return abs(one - other) <= 0.02 * (0.5 + abs(size))
 
+# %% ../nbs/library/10b_probes.ipynb #fed02ee0
 def probe_clamps(surrogate, toy, group_size):
     """Where the gradient ends to change, in nats, by what it ends to change with.
 
