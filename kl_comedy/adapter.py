@@ -47,9 +47,9 @@ def what_changes(loss, off, **on):
 
 def rewards_at_end(batch):
     "Each response's reward at its last token, (B, T), zero elsewhere."
-    last = batch.mask.sum(1, keepdim=True) - 1
-    at = torch.arange(batch.mask.shape[1]) == last
-    return at * batch.reward[:, None]
+    at = torch.arange(batch.mask.shape[1])
+    last = torch.where(batch.mask, at, -1).amax(1, keepdim=True)
+    return (at == last) * batch.reward[:, None]
 
 # %% ../nbs/library/10f_adapter.ipynb #cb65f02e
 class _StandIn(ModuleType):

@@ -13,9 +13,17 @@ import torch
 
 from . import probes
 from .expectation import SAME, expect
-from .judgement import EACH, Judgement, judge
+from .judgement import EACH, Judgement, is_sum, judge
 from .lab import exact_gradient
-from .surrogate import Batch, NotFinite, Toy, sequence_gradients
+from kl_comedy.surrogate import (
+    Batch,
+    NotFinite,
+    Toy,
+    V,
+    make_batch,
+    sequence_gradients,
+    token_gradients,
+)
 
 # %% ../nbs/library/10d_audit.ipynb #79e2543c
 def _lines(report):
@@ -75,14 +83,11 @@ MINUS = {"negative entropy": "the reference plays no part: this lowers the entro
 DIVERGENCES = "reverse KL", "forward KL"
 
 # %% ../nbs/library/10d_audit.ipynb #36851a61
-def _is_sum(judged):
-    return " - " in judged.objective or " + " in judged.objective
-
 def _meaning(judged):
     name, minus = judged.objective, (judged.scale or 0) < 0
     if name.endswith(EACH):
         return "each response's length divides it: another objective, no divergence"
-    if _is_sum(judged):
+    if is_sum(judged.objective):
         return "the gradient of no divergence, but of a sum"
     if minus and name.endswith(DIVERGENCES):
         return "a divergence that grows"
@@ -97,7 +102,9 @@ def _named(judged):
     strength = ("minus " if judged.scale < 0 else "") + times
     name = judged.objective.removesuffix(EACH)
     ending = judged.objective[len(name):]
-    return strength + (f"({name})" if strength and _is_sum(judged) else name) + ending
+    if strength and is_sum(name):
+        name = f"({name})"
+    return strength + name + ending
 
 # %% ../nbs/library/10d_audit.ipynb #dd7385c1
 def _bias(judged):
@@ -117,19 +124,21 @@ def _verdict(on, off, staleness):
             f"{staleness:g} nats off-policy: {_named(off)}{_bias(off)}")
 
 # %% ../nbs/library/10d_audit.ipynb #8b245c4c
-def _of_judgement(on, group_size):
-    "Findings of the expected gradient."
+def _of_judgement(on, group_size, vocabulary):
+    "Findings of the expected gradient; `vocabulary`: whether it is one in logits alone."
     if on.objective != "sequence reverse KL":
         yield f"not the sequence-level reverse KL but {_named(on)}"
     one = on.objective.removesuffix(EACH)
-    if not _is_sum(on) and one.endswith(DIVERGENCES) and on.scale < 0:
+    if not is_sum(on.objective) and one.endswith(DIVERGENCES) and on.scale < 0:
         yield "the sign is wrong: minimising this drives the policy away from the reference"
-    elif on.cosine < 0 and (_is_sum(on) or on.scale is None):
+    elif on.cosine < 0 and (is_sum(on.objective) or on.scale is None):
         yield f"it goes against the sequence-level reverse KL: cosine {on.cosine:.2f}"
     if on.scale and abs(abs(on.scale) - 1) > 0.005:
         own = abs(abs(on.scale) - (group_size - 1) / group_size) < 0.005
         why = ": (n - 1)/n, a group's mean that holds the response itself" \
             if own and on.unit == "group" else ""
+        if vocabulary and abs(abs(on.scale) * V - 1) < 0.005:
+            why = f": 1/V, a mean over the vocabulary, which has {V} tokens here"
         yield f"{abs(on.scale):.3g} times beta{why}"
 
 # %% ../nbs/library/10d_audit.ipynb #c4402447
@@ -149,9 +158,15 @@ def _of_circumstances(on, equal):
 # %% ../nbs/library/10d_audit.ipynb #c9e498e8
 ALLOWED = {"float32": 1e-3, "bfloat16": 0.02}  # relative error of the gradient
 
+# %% ../nbs/library/10d_audit.ipynb #b184948e
 def _of_probes(found):
     "Findings of the probes, by their names."
-    for name, word in found["padding"].items():
+    padding = dict(found["padding"])
+    hole = padding.pop("hole", "same")
+    if hole not in ("same", padding.get("ordinary")):
+        whose = "it" if hole == "has a gradient" else "the gradient"
+        yield f"a token masked in the middle counts, as of a tool: {whose} {_verb(hole)}"
+    for name, word in padding.items():
         if word != "same":
             what = "ordinary log-probs" if name == "ordinary" else name
             whose = "it" if word == "has a gradient" else "the gradient"
@@ -160,9 +175,11 @@ def _of_probes(found):
         if not counted:
             yield f"the {name} token of a response does not count: off by one?"
     for name, error in found["precision"].items():
-        if isinstance(error, str):
+        if error == probes.STEPS:
+            yield f"{name}: the gradient {error}, as if something were in half precision"
+        elif isinstance(error, str):
             yield f"{name}: the gradient {_verb(error)}"
-        elif error > ALLOWED[name]:
+        elif error > ALLOWED[name.split()[0]]:
             yield f"{name}: the gradient is wrong by {error:.1%}"
     yield from _of_extremes(found)
 
@@ -174,10 +191,9 @@ def _of_extremes(found):
     for name, value in found["far"].items():
         if isinstance(value, str):
             yield f"{name} the reference, by 100 nats in float32: the gradient is {value}"
-    for name, ends in found["clamps"].items():
-        what = {"ref_logp": "log(ref/policy)", "behaviour_logp": "log(older/policy)"}[name]
+    for what, ends in found["clamps"].items():
         for at in ends:
-            yield f"a clamp: beyond {what} = {at:g} nats the gradient no longer changes"
+            yield f"a clamp: beyond {what} = {at:.3g} nats the gradient no longer changes"
 
 # %% ../nbs/library/10d_audit.ipynb #dc310127
 def _verb(word):
@@ -210,7 +226,8 @@ def audit(surrogate, *, beta=1.0, group_size=2, staleness=0.1, skip=()):
     found = {name: {} if name in (*skip, nothing and "ends") else
              probe(surrogate, stale if name == "ends" else toy, group_size)
              for name, probe in PROBES.items()}
-    findings = [*_of_judgement(on, group_size), *_of_circumstances(on, equal),
+    vocabulary = _in_logits(surrogate, toy, group_size)
+    findings = [*_of_judgement(on, group_size, vocabulary), *_of_circumstances(on, equal),
                 *_of_probes(found)]
     return Report(_verdict(on, off, staleness), findings, on, off, beta, group_size,
                   staleness, equal=equal, **found)
@@ -231,8 +248,7 @@ def _judged(surrogate, toy, stale, beta, group_size):
     try:
         _check_repeats(surrogate, toy, group_size)
         on = judge(surrogate, toy, beta, group_size)
-        known = None if on.objective.endswith(EACH) else on.scale
-        off = judge(surrogate, stale, beta, group_size, known)
+        off = judge(surrogate, stale, beta, group_size, on)
     except Exception as error:
         error.add_note(f"audit gave it groups of group_size={group_size}; a batch "
                        f"has the fields {', '.join(Batch.__dataclass_fields__)}")
@@ -240,6 +256,12 @@ def _judged(surrogate, toy, stale, beta, group_size):
     return on, off
 
 # %% ../nbs/library/10d_audit.ipynb #d22ae7ca
+def _in_logits(surrogate, toy, group_size):
+    "Whether the gradient is in the logits, and none in the log-probs of tokens."
+    rows = torch.arange(32 * group_size) % len(toy.p)
+    logp, logits = token_gradients(surrogate, make_batch(toy, rows, group_size))
+    return bool(logits.any() and not logp.any())
+
 def _check_repeats(surrogate, toy, group_size):
     "ValueError unless the same batch has the same gradient twice."
     rows = torch.arange(32 * group_size) % len(toy.p)

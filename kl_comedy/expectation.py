@@ -63,8 +63,9 @@ def separate(surrogate, toy, units, group_size):
                for n in (64, 32)]
         if _aggregation(few) is None:
             return None
-    return _aggregation([(order, *_in_batch(surrogate, toy, units[order], group_size, width))
-                         for order, width in _batches_of(m, step)])
+    return _aggregation(
+        [(order, *_in_batch(surrogate, toy, units[order], group_size, width))
+         for order, width in _batches_of(m, step)])
 
 # %% ../nbs/library/10a_expectation.ipynb #2cb201e2
 @dataclass

@@ -3,12 +3,14 @@
 import itertools
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kl_comedy.audit import audit, from_dict, to_dict
 from kl_comedy.estimators import exact_kl
+from kl_comedy.expectation import expect
 from kl_comedy.lab import expected_gradient, named_objective
 from kl_comedy.placement import CHOICES, KLConfig, kl_surrogate
 from kl_comedy.surrogate import Toy
@@ -54,8 +56,11 @@ def test_every_configuration_has_the_objective_of_the_lab(kl):
     else:
         cosine = torch.cosine_similarity(gradient.flatten(), goal.flatten(), dim=0).item()
         assert report.off_policy.cosine == pytest.approx(cosine, abs=1e-9)
-    said = "not the sequence-level", "it goes against the sequence-level"  # of the objective
-    probes = [f for f in report.findings if not f.startswith(said)]
+    said = ["not the sequence-level", "it goes against the sequence-level"]  # of the objective
+    if (kl.estimator, kl.placement) == ("exact", "reward"):
+        # 5e-7 nats are left of terms of 1e-3 that cancel over the vocabulary: float32 ends there
+        said.append("float32 near the reference")
+    probes = [f for f in report.findings if not f.startswith(tuple(said))]
     assert not probes, "our own surrogate has none of the faults"
 
 
@@ -107,6 +112,12 @@ def ratio(b):
     return (logp(b) - b.behaviour_logp.masked_fill(~b.mask, 0)).exp()
 
 
+def ppo(b):
+    """K1 in the reward of each token's sequence under the clip of PPO."""
+    total = gap(b).detach().sum(1, keepdim=True)
+    return -(ratio(b) * total).minimum(ratio(b).clamp(0.8, 1.2) * total).sum(1).mean()
+
+
 RIGHT = {"in reward": (in_reward, SEQ), "in loss": (in_loss, FWD), "baseline": (baseline, SEQ)}
 
 
@@ -116,7 +127,8 @@ def test_what_is_right_is_found_right(name):
     report = audit(surrogate)
     assert (report.on_policy.objective, report.on_policy.scale) == (objective, pytest.approx(1))
     assert report.on_policy.unit == ("group" if name == "baseline" else "sequence")
-    unlike = [f for f in report.findings if "not the sequence" not in f and "100 nats" not in f]
+    told = "not the sequence", "100 nats", "bfloat16 near the reference"  # true of K3 and exp
+    unlike = [f for f in report.findings if not any(words in f for words in told)]
     assert not unlike
     assert from_dict(to_dict(report)) == report
 
@@ -168,29 +180,55 @@ PLANTED = {  # the loss, its objective, and words that some finding must hold
     "ratio not detached": (lambda b: (ratio(b) * k3(b)).sum(1).mean(), TOK, "not the seq"),
     "ratio detached": (lambda b: (ratio(b).detach() * k3(b)).sum(1).mean(), FWD, "not the seq"),
     "a clamp after exp": (
-        lambda b: k3(b).clamp(-10, 10).sum(1).mean(), None, "a clamp: beyond log(ref/policy) = 3"),
+        lambda b: k3(b).clamp(-10, 10).sum(1).mean(), None,
+        "a clamp: beyond log(ref/policy) = 2.61"),
     "a clamp in the reward": (
         lambda b: (-gap(b).clamp(-10, 10).detach().sum(1) * logp(b).sum(1)).mean(), SEQ,
         "a clamp: beyond log(ref/policy) = -10"),
     "a clamp of the log-ratio at 40": (
         lambda b: (gap(b).clamp(-40, 40).expm1() - gap(b).clamp(-40, 40)).sum(1).mean(), FWD,
-        "a clamp: beyond log(ref/policy) = 41"),
+        "a clamp: beyond log(ref/policy) = 40"),
     "a clamp of the value at 1.1e26": (
         lambda b: k3(b).clamp(max=1.1e26).sum(1).mean(), FWD,
         "a clamp: beyond log(ref/policy) = 60"),
     "a clamp in the reward at 80": (
         lambda b: (-gap(b).clamp(-80, 80).detach().sum(1) * logp(b).sum(1)).mean(), SEQ,
         "a clamp: beyond log(ref/policy) = -80"),
+    "a clamp in the loss, beyond which K1 has no gradient": (
+        lambda b: -gap(b).clamp(-10, 10).sum(1).mean(), "zero",
+        "a clamp: beyond log(ref/policy) = 10"),
+    "a clamp of the reference's log-prob": (
+        lambda b: in_reward(replace(b, ref_logp=b.ref_logp.clamp(min=-20))), SEQ,
+        "a clamp: beyond ref_logp = -20"),
+    "the clip of PPO where the advantage is positive": (
+        ppo, SEQ, "a clamp: beyond log(older/policy) = -0.18"),
+    "the clip of PPO where it is negative": (
+        ppo, SEQ, "a clamp: beyond log(older/policy) = 0.22"),
     "a clamp of log-probs taken from logits": (
         lambda b: (b.ref_logp - b.logits.log_softmax(-1).gather(-1, b.tokens[..., None])[..., 0])
         .masked_fill(~b.mask, 0).clamp(-50, 50).expm1().sum(1).mean(), None,
-        "a clamp: beyond log(ref/policy) = 51"),
+        "a clamp: beyond log(ref/policy) = 50"),
     "a clip of the ratio": (
         lambda b: (ratio(b).clamp(0.2, 5).detach() * k3(b)).sum(1).mean(), FWD,
-        "a clamp: beyond log(older/policy)"),
+        "a clamp: beyond log(older/policy) = 1.61"),
     "exp overflows": (in_loss, FWD, "100 nats in float32: the gradient is -inf"),
     "exp in half precision": (
         lambda b: (gap(b).exp() - 1 - gap(b)).square().sum(1).mean(), None, "bfloat16"),
+    "a small difference of large numbers": (
+        lambda b: ((gap(b).exp() - 1 - gap(b)).detach().sum(1) * logp(b).sum(1)).mean(),
+        f"{SEQ} - {FWD}", "float32 near the reference: the gradient is wrong by 1"),
+    "half precision near the reference": (
+        lambda b: (gap(b).exp() - 1 - gap(b)).sum(1).mean(), FWD, "bfloat16 near the reference"),
+    "rounded to half precision inside": (
+        lambda b: in_loss(replace(b, logp=b.logp.bfloat16(), ref_logp=b.ref_logp.bfloat16())),
+        "none of these", "float64: the gradient moves in steps"),
+    "one of the tensors in float16": (
+        lambda b: in_loss(replace(b, ref_logp=b.logp + (b.ref_logp - b.logp).half())), None,
+        "float64: the gradient moves in steps"),
+    "tokens taken for the first so many": (
+        lambda b: in_loss(replace(b, mask=torch.arange(b.mask.shape[1])
+                                  < b.mask.sum(1, keepdim=True))), FWD,
+        "a token masked in the middle counts, as of a tool"),
     "a constant subtracted from each token": (
         lambda b: (((-gap(b) - 0.7).detach() * b.mask).sum(1) * logp(b).sum(1)).mean(),
         f"{SEQ} - 0.7 length", "not the seq"),
@@ -218,9 +256,96 @@ def test_a_planted_mistake_is_named(name):
         assert report.on_policy.objective == objective
 
 
+def entropy(b):
+    return (b.logp.exp() * b.logp).masked_fill(~b.mask, 0).sum(1).mean()
+
+
+NO_CLAMP = {  # losses that have none, and read no older policy; and half of one
+    "entropy": entropy,
+    "a divergence of torch": lambda b: torch.nn.functional.kl_div(
+        logp(b), b.ref_logp.masked_fill(~b.mask, 0), log_target=True, reduction="sum"),
+    "absolute": lambda b: gap(b).abs().sum(1).mean(),
+    "absolute in the reward": lambda b: (gap(b).abs().detach().sum(1) * logp(b).sum(1)).mean(),
+    "of the batch": lambda b: in_reward(b) / (-gap(b).detach().sum(1)).std(),
+    "before the advantages are normalised": normalised(False),
+    "both": lambda b: in_loss(b) + (k3(b).detach().sum(1) * logp(b).sum(1)).mean(),
+    "saturates": lambda b: gap(b).sigmoid().sum(1).mean(),
+}
+
+
+@pytest.mark.parametrize("name", NO_CLAMP)
+def test_where_there_is_no_clamp_none_is_found(name):
+    assert not any(audit(NO_CLAMP[name]).clamps.values())
+
+
+def test_a_clamp_is_said_of_what_it_clamps_and_nothing_else():
+    clamped = lambda b: (gap(b).clamp(-0.2, 5).square()).sum(1).mean()  # noqa: E731
+    found = audit(clamped).clamps
+    assert sorted(found["log(ref/policy)"]) == pytest.approx([-0.2, 5], rel=0.02)
+    assert not any(ends for what, ends in found.items() if what != "log(ref/policy)")
+    squared = audit(lambda b: (gap(b).square() / 2).clamp(max=10).sum(1).mean()).clamps
+    assert sorted(squared.pop("log(ref/policy)")) == pytest.approx([-20**0.5, 20**0.5], rel=0.02)
+    assert not any(squared.values())
+    older = lambda b: ppo(replace(b, ref_logp=b.ref_logp + (b.logp - b.behaviour_logp)))  # noqa: E731
+    assert sorted(audit(older).clamps["log(older/policy)"]) == pytest.approx(
+        [-0.1823, 0.2231], rel=0.03)
+    sides = sorted(audit(ppo).clamps["log(older/policy)"])
+    assert sides == pytest.approx([-0.1823, 0.2231], rel=0.03)
+
+
+def test_what_computes_in_single_precision_does_not_move_in_steps():
+    def single(b):
+        return in_loss(replace(b, logp=b.logp.float(), ref_logp=b.ref_logp.float()))
+
+    report = audit(single)
+    assert report.on_policy.objective == FWD and "float64" not in report.precision
+    def divided(b):  # constant but for rounding
+        return normalised(False)(replace(b, logp=b.logp.float(), ref_logp=b.ref_logp.float(),
+                                         reward=b.reward.float()))
+
+    for loss in (ppo, normalised(False), divided, lambda b: gap(b).abs().sum(1).mean()):
+        assert "float64" not in audit(loss).precision
+
+
 def test_a_factor_is_a_group_mean_only_where_there_are_groups():
     (factor,) = [f for f in audit(lambda b: in_loss(b) / 2).findings if "times beta" in f]
     assert factor == "0.5 times beta"
+
+
+@pytest.mark.parametrize("reduction", ["vocabulary", "elements"])
+def test_a_mean_over_the_vocabulary_is_named(reduction):
+    def mean(b):
+        logp, ref = b.logits.log_softmax(-1), b.ref_logits.log_softmax(-1)
+        each = (logp.exp() * (logp - ref)).masked_fill(~b.mask[..., None], 0)
+        return each.mean() if reduction == "elements" else each.mean(-1).sum(1).mean()
+
+    (factor,) = [f for f in audit(mean).findings if "times beta" in f]
+    assert factor == "0.333 times beta: 1/V, a mean over the vocabulary, which has 3 tokens here"
+    assert [f for f in audit(lambda b: in_loss(b) / 3).findings if "times beta" in f] == [
+        "0.333 times beta"]
+
+
+def test_the_bias_has_one_definition():
+    """|g / factor - g*| / |g*|: the factor of one objective is taken out, and no other."""
+    toy = Toy()
+    goal = expected_gradient(toy.policy, toy.ref, KLConfig()).flatten()
+
+    def distance(gradient):
+        return ((gradient - goal).norm() / goal.norm()).item()
+
+    def absolute(b):
+        return gap(b).abs().sum(1).mean()
+
+    def total(b):
+        return 0.3 * in_reward(b) + 0.6 * in_loss(b)
+
+    for loss in (absolute, total, normalised(False)):
+        assert audit(loss).on_policy.bias == pytest.approx(distance(expect(loss, toy).mean))
+        half = audit(lambda b: 0.5 * loss(b), beta=0.5)  # noqa: B023
+        assert half.on_policy.bias == pytest.approx(distance(expect(loss, toy).mean))
+    once, twice = (audit(lambda b: times * in_loss(b)) for times in (1, 2))  # noqa: B023
+    assert once.on_policy.bias == pytest.approx(twice.on_policy.bias)
+    assert once.off_policy.bias == pytest.approx(twice.off_policy.bias)
 
 
 def test_a_sum_is_said_with_its_factor_outside():
@@ -298,8 +423,11 @@ def test_a_loss_may_write_into_its_batch():
         b.mask.fill_(False)
         return loss
 
-    right = audit(in_reward)
-    assert (right.on_policy, right.far) == (audit(writes).on_policy, audit(writes).far)
+    right, found = audit(in_reward), audit(writes)
+    assert (right.on_policy.objective, right.far) == (found.on_policy.objective, found.far)
+    for name in ("scale", "bias", "variance"):  # equal but for the order of a sum
+        assert getattr(found.on_policy, name) == pytest.approx(
+            getattr(right.on_policy, name), abs=1e-12)
 
 
 def test_an_error_says_what_the_loss_was_given():

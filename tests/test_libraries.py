@@ -1,8 +1,10 @@
 """Libraries in environments of their own: one that is made here, without a network; records."""
 
+import fcntl
 import json
 import re
 import shutil
+import threading
 import zipfile
 from pathlib import Path
 
@@ -165,6 +167,36 @@ def test_without_a_network_or_space_the_error_says_so(tiny, tmp_path, monkeypatc
     monkeypatch.setattr(environments_module, "link_shared", full)
     with pytest.raises(AuditError, match="tiny_library: no environment can be made:.*No space"):
         audit_library(recipe, lambda line: None)
+
+
+def test_what_takes_too_long_is_stopped(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(libraries, "LIMIT", 0.05)
+    with pytest.raises(AuditError, match="its adapter took more than 0.05 seconds"):
+        audit_library(tiny, lambda line: None)
+    monkeypatch.setenv("KL_COMEDY_CACHE", str(tmp_path))
+    monkeypatch.setattr(environments_module, "LIMIT", 0.01)
+    with pytest.raises(AuditError, match="tiny_library: venv took more than 0.01 seconds"):
+        audit_library(tiny, lambda line: None)
+
+
+def test_who_waits_for_another_audit_says_so(tiny, folder):
+    lines, waits = [], threading.Event()
+
+    def say(line):
+        lines.append(line)
+        waits.set()
+
+    environments_module.prepare(tiny, lines.append)
+    lines.clear()
+    path = folder / "cache" / "audit" / f"{environment_key(tiny)}.lock"
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        other = threading.Thread(target=environments_module.prepare, args=(tiny, say))
+        other.start()
+        assert waits.wait(60) and other.is_alive()
+    other.join(60)
+    assert lines == ["tiny_library: waiting for another audit, which makes its environment"]
+    assert not other.is_alive()
 
 
 def test_the_command(monkeypatch, capsys):

@@ -22,8 +22,8 @@ def actor(coef, kl):
                              recompute_logprob=False)
     return SimpleNamespace(
         config=config, reward_bias=0.0, reward_scaling=1.0, reward_clip=20.0,
-        reward_norm=None, kl_ctl=coef, kl_estimator=KLEstimator(kl), adv_norm=None, discount=1.0,
-        gae_lambda=1.0, mask_no_eos_with_zero=False)
+        reward_norm=None, adv_norm=None, kl_ctl=coef, kl_estimator=KLEstimator(kl),
+        discount=1.0, gae_lambda=1.0, mask_no_eos_with_zero=False)
 
 def shifted(x, before):
     "x (B, T) with one more column of zeros, at the prompt or after the end."
@@ -34,7 +34,8 @@ def shifted(x, before):
 def loss(batch, coef=1.0, kl="k1", ref=True):
     "The policy loss, with the penalty in the reward."
     tokens = shifted(batch.tokens, True)
-    attention = torch.nn.functional.pad(batch.mask, (1, 0), value=True)
+    to_the_end = batch.mask.flip(1).cumsum(1).flip(1) > 0  # a hole in the mask is attended
+    attention = torch.nn.functional.pad(to_the_end, (1, 0), value=True)
     data = {"input_ids": tokens, "attention_mask": attention,
             "rewards": batch.reward.float(), "loss_mask": shifted(batch.mask, True),
             "logprobs": shifted(batch.behaviour_logp, True)}

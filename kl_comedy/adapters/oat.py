@@ -56,7 +56,8 @@ def loss(batch, critic_type="drgrpo", beta=0.0, kl_penalty_coef=0.0):
     "The policy loss of `learning_step`, with the penalties of either coefficient."
     n, mask = len(batch.mask), batch.mask
     args = PPOArgs(critic_type=critic_type, beta=beta, kl_penalty_coef=kl_penalty_coef,
-                   num_samples=2, generate_max_length=LONGEST, train_batch_size_per_device=n)
+                   num_samples=2, generate_max_length=LONGEST,
+                   train_batch_size_per_device=n)
     first = torch.arange(n)[:, None]
     data = {"input_ids": torch.cat([first, batch.tokens], 1),
             "attention_mask": torch.cat([first >= 0, mask], 1), "prompt_ids_lens": [1] * n,

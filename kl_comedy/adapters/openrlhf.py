@@ -26,7 +26,8 @@ def maker(estimator, coef):
         reward=SimpleNamespace(clip_range=(-10, 10), overlong_buffer_len=None,
                                stop_properly_penalty_coef=None))
     self = SimpleNamespace(strategy=SimpleNamespace(args=made),
-                           advantage_estimator=estimator, kl_ctl=SimpleNamespace(value=coef))
+                           advantage_estimator=estimator,
+                           kl_ctl=SimpleNamespace(value=coef))
     for name in ("get_cumulative_returns", "get_advantages_and_returns"):
         setattr(self, name, partial(getattr(RemoteExperienceMaker, name), self))
     return self

@@ -58,7 +58,8 @@ def in_loss(kl):
 WHERE = "skyrl/train/config/config.py, AlgorithmConfig"
 REWARD = "use_kl_in_reward=true use_kl_loss=false "
 MORE = [{}, {"loss_reduction": "sequence_mean"},
-        {"loss_reduction": "seq_mean_token_sum_norm"}, {"advantage_estimator": "grpo"}, {"advantage_estimator": "reinforce++"},
+        {"loss_reduction": "seq_mean_token_sum_norm"}, {"advantage_estimator": "grpo"},
+        {"advantage_estimator": "reinforce++"},
         {"advantage_estimator": "grpo", "grpo_norm_by_std": False}]
 
 def settings():

@@ -17,7 +17,7 @@ def loss(batch, coef=1.0):
     "The policy loss of the PPO recipe."
     old, ref = (x.masked_fill(~batch.mask, 1.0)
                 for x in (batch.behaviour_logp, batch.ref_logp))
-    last = batch.mask.sum(1) - 1
+    last = torch.where(batch.mask, torch.arange(batch.mask.shape[1]), -1).amax(1)
     inside = (last > 0) & (last < batch.mask.shape[1] - 1)
     rewards, _, _ = rlhf.get_rewards_ppo(batch.reward, old, ref, coef,
                                          torch.where(inside, last + 1, last))
