@@ -7,7 +7,11 @@ import shutil
 import subprocess
 import time
 
+import pytest
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+in_a_browser = pytest.mark.skipif(
+    CHROMIUM is None, reason="no chromium: install Debian's chromium for the browser checks")
 KEYS = {"Tab": 9, "Enter": 13, "Space": 32, "Home": 36, "End": 35,
         "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 

@@ -5,7 +5,8 @@ import shutil
 from importlib.resources import files
 
 import pytest
-from website import ask_browser, in_a_browser
+from chromium import in_a_browser
+from website import ask_browser
 
 # Loads every page in a frame, at two widths, and writes what is wrong with it into the document.
 PROBE = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chromium import CHROMIUM, Browser
+from chromium import Browser, in_a_browser
 from scipy.optimize import minimize
 
 from kl_comedy.lab import (
@@ -31,7 +31,7 @@ from kl_comedy.variance import gradient_variance
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 CONFIGS = [config for config in LABELS.values() if config.placement != "none"]
 START = {"a": -1, "b": 1, "A": 0.5, "B": 0.5, "C": 1, "T": 16, "reward": 0, "stale": 0}
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no chromium: install Debian's chromium")
+pytestmark = in_a_browser
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ import ast
 import fcntl
 import json
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -15,12 +14,12 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from chromium import CHROMIUM
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SITE = DOCS / "_build" / "html"
 SOURCES = ["docs/*.*", "docs/_static/*", "nbs/*/*.ipynb", "kl_comedy/*.py", "data/**/*", "*.md"]
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 # What a browser fetches by itself to show a page, tag by tag; a link is only followed by a reader.
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src",
            "audio": "src", "embed": "src", "object": "data", "link": "href", "image": "href"}
@@ -120,6 +119,3 @@ def ask_browser(root, profile, probe, extra=()):
     assert found and found[1], f"the browser did not finish: {ran.stdout[-500:]}{ran.stderr}"
     return json.loads(unescape(found[1]))
 
-
-in_a_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium: install Debian's chromium for the browser checks")
