@@ -67,7 +67,9 @@ SHARED = dict(
 
 # %% ../nbs/library/14b_training.ipynb #8a80172a
 class RowsTrainer(KLRLOOTrainer):
-    "Draws `draw_rows` responses at a time; None: all of a batch together."
+    """Draws `draw_rows` responses at a time; None: all of a batch together.
+
+    From a small policy with `kl_comedy.decoding`, else with transformers or vLLM."""
     draw_rows = None
 
     def _generate_single_turn(self, prompt_ids, *others):
