@@ -1,4 +1,4 @@
-"""The sampler of our own against that of transformers: the same tokens, and TRL through its hook."""
+"""The sampler of our own against that of transformers: the same tokens, also under TRL."""
 
 from contextlib import contextmanager
 
