@@ -119,6 +119,8 @@ def check_lines(written, parsed, default):
         for option, value in wanted.items():
             if option not in default:
                 raise ValueError(f"there is no option {option}")
+            if isinstance(found[option], bool):  # which YAML writes in lower case
+                value = value.capitalize()
             if as_written(found[option]) != as_written(value):
                 raise ValueError(f"{option} becomes {found[option]}, not {value}")
             answer["defaults"][option] = as_written(default[option])
