@@ -103,9 +103,9 @@ def rows(found):
                "aggregation": on["aggregation"]}
 
 def refused(found):
-    "Why a library's own parser did not take the lines of a setting, by the setting's label."
-    return {setting["label"]: setting["written"]["refused"] for setting in found["settings"]
-            if setting["written"]["refused"]}
+    "Why a library's own parser did not take the lines of a setting, by its label."
+    return {s["label"]: s["written"]["refused"] for s in found["settings"]
+            if s["written"]["refused"]}
 
 def as_text(found):
     "The table of one library, for a terminal."

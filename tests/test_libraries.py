@@ -129,7 +129,7 @@ def test_a_library_is_installed_asked_and_recorded(tiny, folder, tmp_path):
 
 
 @pytest.mark.parametrize(("parse", "words"), [
-    ("return {'k3': False}", "ValueError: there is no option kl_coef"),
+    ("return {'k3': bool(lines)}", "ValueError: there is no option kl_coef"),
     ("return {'k3': bool(lines), 'kl_coef': 0.2}", "ValueError: kl_coef becomes 0.2, not 0.1"),
     ("sys.exit('usage: --k3') if lines else None; return {'k3': 0, 'kl_coef': 0}",
      "SystemExit: usage: --k3"),
