@@ -2,7 +2,7 @@
 
 # %% auto #0
 __all__ = ['LIMIT', 'BATCH', 'GROUP', 'GOALS', 'package_folder', 'audit_library', 'record', 'load_records', 'verdict', 'rows',
-           'as_text', 'settings_for']
+           'refused', 'as_text', 'settings_for']
 
 # %% ../nbs/library/17c_libraries.ipynb #820527c6
 import importlib.util
@@ -102,6 +102,11 @@ def rows(found):
                "bias": None if nothing else round(on["bias"], 2), "unit": on["unit"],
                "aggregation": on["aggregation"]}
 
+def refused(found):
+    "Why a library's own parser did not take the lines of a setting, by its label."
+    return {s["label"]: s["written"]["refused"] for s in found["settings"]
+            if s["written"]["refused"]}
+
 def as_text(found):
     "The table of one library, for a terminal."
     lines = [f"{found['title']} {found['version']}, audited {found['date']}, "
@@ -111,6 +116,8 @@ def as_text(found):
         bias = "" if row["bias"] is None else f"  bias {row['bias']:.2f}"
         lines.append(f"{row['default']:1} {row['setting']}\n"
                      f"    {row['verdict']}{factor}{bias}  ({row['aggregation']})")
+    lines += [f"! {label}\n    its lines are refused: {why}"
+              for label, why in refused(found).items()]
     return "\n".join(lines)
 
 # %% ../nbs/library/17c_libraries.ipynb #9f83596c

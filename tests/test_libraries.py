@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from kl_comedy import environments as environments_module
 from kl_comedy import libraries
@@ -19,6 +20,7 @@ from kl_comedy.libraries import (
     audit_library,
     load_records,
     record,
+    refused,
     rows,
     settings_for,
     verdict,
@@ -29,6 +31,7 @@ ADAPTER = '''
 import sys
 from importlib.util import find_spec
 from absent.kernels import fast
+import tiny
 from tiny import penalty
 from kl_comedy.adapter import Setting
 
@@ -38,8 +41,22 @@ assert "site-packages/tiny" in sys.modules["tiny"].__file__
 def settings():
     print("libraries print")
     yield Setting("k3=True", penalty, "K3 in loss", default=True, docs="says", where="there")
+
+KIND, CONFIG = "text", "tiny/options.py"
+
+def written(label):
+    return {"k3": "True", "kl_coef": "0.1"}, ["k3=True", "kl_coef=0.1"]
+
+def parsed(lines):
+    return tiny.parse(lines)
 '''
 LIBRARY = '''
+def parse(lines):
+    known = {"k3": False, "kl_coef": 0.0}
+    for name, value in (line.split("=") for line in lines):
+        known[name] = {"True": True}.get(value) or float(value)
+    return known
+
 def penalty(b):
     gap = (b.ref_logp - b.logp).masked_fill(~b.mask, 0)
     return (gap.expm1() - gap).sum(1).mean()
@@ -96,6 +113,9 @@ def test_a_library_is_installed_asked_and_recorded(tiny, folder, tmp_path):
     assert found["version"] == "1.0" and verdict(setting) == "token forward KL"
     assert settings_for(found)["K3 in the loss (forward)"] == ["k3=True"]
     assert "* k3=True\n    token forward KL  factor 1  bias 0.5" in as_text(found)
+    assert setting["written"] == {"lines": ["k3=True", "kl_coef=0.1"], "refused": "",
+                                  "defaults": {"k3": "False", "kl_coef": "0.0"}}
+    assert (found["kind"], found["config"]) == ("text", "tiny/options.py")
 
     (tmp_path / "data" / "libraries").mkdir(parents=True)
     record(found, tmp_path)
@@ -106,6 +126,24 @@ def test_a_library_is_installed_asked_and_recorded(tiny, folder, tmp_path):
     second = audit_library(tiny, again.append)
     assert again == ["tiny_library: auditing"]  # the environment was there
     assert {**found, "settings": 0} == {**second, "settings": 0}
+
+
+@pytest.mark.parametrize(("parse", "words"), [
+    ("return {'k3': bool(lines)}", "ValueError: there is no option kl_coef"),
+    ("return {'k3': bool(lines), 'kl_coef': 0.2}", "ValueError: kl_coef becomes 0.2, not 0.1"),
+    ("sys.exit('usage: --k3') if lines else None; return {'k3': 0, 'kl_coef': 0}",
+     "SystemExit: usage: --k3"),
+])
+def test_lines_that_the_library_does_not_take_are_refused(tiny, folder, parse, words):
+    adapter = folder / "kl_comedy" / "adapters" / "tiny_library.py"
+    kept = adapter.read_text()
+    adapter.write_text(kept.replace("return tiny.parse(lines)", parse))
+    try:
+        found = audit_library(tiny, lambda line: None)
+    finally:
+        adapter.write_text(kept)
+    assert refused(found) == {"k3=True": words}
+    assert as_text(found).endswith(f"! k3=True\n    its lines are refused: {words}")
 
 
 def test_another_release_is_said_to_be_untested(tiny):
@@ -232,6 +270,29 @@ def test_a_recipe_is_whole_and_recorded(name):
         found["settings"])
     for row in rows(found):
         assert row["setting"] and row["cell"] and row["verdict"]
+    assert found["kind"] in ("text", "yaml", "python") and found["config"]
+    assert refused(found) == {}
+    assert all(s["written"]["lines"] for s in found["settings"] if not s["label"].startswith(
+        ("(none)", "kl_comedy", "kl_penalty_coef=0")))
+
+
+def test_what_was_only_read_says_where_and_what_is_open():
+    read = yaml.safe_load((ROOT / "data" / "libraries.yaml").read_text())["read"]
+    run = {recipe.title for recipe in load_recipes(ROOT).values()}
+    assert not run & {row["library"] for row in read}
+    for row in read:
+        assert {*row} == {"library", "version", "date", "source", "settings", "reading", "open"}
+        assert re.fullmatch(r"[0-9a-f]{12}|[0-9]+(\.[0-9]+)+", row["version"]), row["library"]
+        assert re.search(r"\.py\b", row["source"]) and row["settings"] and row["reading"]
+
+
+def test_the_lines_that_were_recorded_are_those_of_the_adapters():
+    from kl_comedy.adapters import trl
+
+    found = load_records(ROOT / "data" / "libraries")["trl"]
+    for setting in found["settings"]:
+        assert trl.written(setting["label"])[1] == setting["written"]["lines"]
+    assert trl.parsed([])["GRPOConfig.beta"] == 0 and trl.parsed([])["RLOOConfig.beta"] == 0.05
 
 
 @pytest.mark.parametrize(("text", "words"), [
