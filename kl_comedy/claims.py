@@ -258,28 +258,34 @@ def scales(folder):
     return {path.parent.name: pd.read_csv(path).scale.iloc[0]
             for path in sorted(Path(folder).glob("*/runs.csv"))}
 
-# %% ../nbs/library/19_claims.ipynb #dff330ff
-SIZES = {"objective": "n = {n}", "exact": "{effect:+.3g} [{low:+.3g}, {high:+.3g}], n = {n}"}
-SIZES["stable"] = SIZES["unstable"] = "{bad:.0f} of {n} runs unstable [{low:.0%}, {high:.0%}]"
+# %% ../nbs/library/19_claims.ipynb #1982d5f1
+SIZES = {"objective": "n = {n}",
+         "exact": "{effect:+.3g} [{low:+.3g}, {high:+.3g}], n = {n}"}
+SIZES["stable"] = SIZES["unstable"] = (
+    "{bad:.0f} of {n} runs unstable [{low:.0%}, {high:.0%}]")
 SIZES["greater"] = SIZES["alike"] = "{effect:+.3f} [{low:+.3f}, {high:+.3f}], n = {n}"
 
 def _said(check, finding):
     "A finding in words, with its size, its interval in brackets and its number of runs."
-    n, effect = finding.runs, finding.effect
-    size = SIZES[check["kind"]].format(effect=effect, low=finding.low, high=finding.high, n=n,
-                                       bad=n * effect)
+    size = SIZES[check["kind"]].format(
+        effect=finding.effect, low=finding.low, high=finding.high, n=finding.runs,
+        bad=finding.effect * finding.runs)
     return f"{finding.words} ({size})"
 
+# %% ../nbs/library/19_claims.ipynb #f8b0edb5
 def beside(path, folder, ids):
-    """The claims `ids` of the file at `path`, each with its verdict and what its checks found
-    in the runs recorded in `folder`, as Markdown: a paragraph a claim. Raises SweepError."""
+    """The claims `ids` of the file at `path`, each with its verdict and what its checks
+    found in the runs recorded in `folder`, as Markdown: a paragraph a claim.
+
+    Raises SweepError."""
     scale, paragraphs = ", ".join(sorted({*scales(folder).values()})), []
     for claim, word, findings in judge(path, folder, ids):
         said = {True: [], False: [], None: []}
         for check, finding in zip(claim["checks"], findings):
-            said[finding.holds].append(_said(check, finding))
+            said[finding.holds].append(
+                finding.words if finding.holds is None else _said(check, finding))
         parts = [f"{start}: {'; '.join(some)}." for start, some in zip(
             ("Holds", "Does not hold", "Not yet run"), said.values()) if some]
-        paragraphs.append(f"**{claim['id']}, the paper:** {claim['claim']} **Here, at scale "
-                          f"{scale}: {word}.** {' '.join(parts)}")
+        paragraphs.append(f"**{claim['id']}, the paper:** {claim['claim']} **Here, at "
+                          f"scale {scale}: {word}.** {' '.join(parts)}")
     return "\n\n".join(paragraphs)
