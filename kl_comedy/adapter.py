@@ -72,6 +72,7 @@ def stand_in(names):
     for name in names:
         sys.modules[name] = _StandIn(name)
         sys.modules[name].__spec__ = ModuleSpec(name, None)
+    for name in names:  # now that a package may import any of them when it is imported
         if "." in name:
             parent, _, own = name.rpartition(".")
             setattr(importlib.import_module(parent), own, sys.modules[name])
