@@ -203,13 +203,15 @@ class Run:
         write_atomic(self.dir / f"{name}.csv", table.to_csv(index=False))
 
     def find_table(self, name, *same):
-        """The table `name` of this run, or of one beside it with the same parameters `same`.
+        """The table `name` of this run, or of one beside it with the same `same`.
 
-        None if there is none. A run of another version of the package does not count."""
+        `same`: names of parameters. A run of another version of the package does not
+        count. None if there is none."""
         mine = read_params(self.dir)
         for path in sorted(self.dir.parent.glob(f"*/{name}.csv")):
             try:
-                theirs, version = read_params(path.parent), read_status(path.parent)["version"]
+                theirs = read_params(path.parent)
+                version = read_status(path.parent)["version"]
             except (RunError, KeyError):  # damaged, or not a run
                 continue
             if version == __version__ and all(theirs.get(p) == mine.get(p) for p in same):
