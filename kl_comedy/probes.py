@@ -182,7 +182,7 @@ def probe_shapes(surrogate, toy, group_size):
 _NEAR, _FAR = 0.05 * 1.25 ** torch.arange(21.0), torch.arange(6.0, 101.0)
 SWEEP = torch.cat([-_FAR.flip(0), -_NEAR.flip(0), _NEAR, _FAR]).double()
 FAR = {"policy far below": 100.0, "policy far above": -100.0}
-TRIED = (-3.0, -0.15, -0.05, 0.1, 0.5, 4.0)  # gaps by which one batch for all is held against one for each
+TRIED = (-3.0, -0.15, -0.05, 0.1, 0.5, 4.0)  # by which one batch for all is held to many
 
 def _gap_batch(toy, group_size, logps, dtype):
     "`Batch` with a group for each of `logps` (G,), in its first response, and one more."
@@ -230,7 +230,7 @@ def probe_far(surrogate, toy, group_size):
 
 # %% ../nbs/library/10b_probes.ipynb #69403cd9
 SWALLOWED = 36.0
-_FEW = torch.cat([_NEAR[::2], _FAR[_FAR <= SWALLOWED][::3]]).double()
+_FEW = torch.cat([_NEAR, _FAR[_FAR <= SWALLOWED][::3]]).double()
 FEWER = torch.cat([-_FEW.flip(0), _FEW])  # the sweep where each gap is a batch of its own
 STRETCH = 3  # steps of the sweep over which a gradient must have changed
 

@@ -40,7 +40,8 @@ def loss(batch, coef=1.0, **on):
                                 **on)
     mask, whole = batch.mask.float(), whole_responses(batch).float()
     advantages, _ = compute_advantages_and_returns(
-        rewards(batch, algorithm), whole, batch.group.numpy(), algorithm.advantage_estimator,
+        rewards(batch, algorithm), whole, batch.group.numpy(),
+        algorithm.advantage_estimator,
         algorithm, values=0 * mask, grpo_norm_by_std=algorithm.grpo_norm_by_std)
     advantages = apply_loss_reduction_to_advantages_minibatch(
         advantages, mask, algorithm.loss_reduction, len(mask), 4)

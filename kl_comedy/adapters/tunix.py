@@ -20,7 +20,8 @@ def in_loss(kl_loss_mode="kl", loss_agg_mode="sequence-mean-token-mean"):
         return aggregate_loss(kl, mask, loss_agg_mode)
 
     def found(batch):
-        given = (x.detach().float().numpy() for x in (batch.logp, batch.ref_logp, batch.mask))
+        given = (x.detach().float().numpy()
+                 for x in (batch.logp, batch.ref_logp, batch.mask))
         return (torch.tensor(jax.grad(loss)(*given).tolist()) * batch.logp).sum()
     return found
 
@@ -35,8 +36,8 @@ MODES = {"kl": ("K1", UNBIASED.format("high-variance", "simple forward KL")),
 def settings():
     "The `Setting`s of GRPO in Tunix."
     for mode, (cell, says) in MODES.items():
-        yield Setting(f'GRPOConfig(kl_loss_mode="{mode}")', in_loss(mode), f"{cell} in loss",
-                      default=mode == "kl", docs=says, where=WHERE)
+        yield Setting(f'GRPOConfig(kl_loss_mode="{mode}")', in_loss(mode),
+                      f"{cell} in loss", default=mode == "kl", docs=says, where=WHERE)
     for mode, (cell, _) in MODES.items():
         yield Setting(f'GRPOConfig(kl_loss_mode="{mode}", loss_agg_mode="token-mean")',
                       in_loss(mode, "token-mean"), f"{cell} in loss")
