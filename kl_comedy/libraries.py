@@ -8,6 +8,7 @@ __all__ = ['LIMIT', 'BATCH', 'GROUP', 'GOALS', 'package_folder', 'audit_library'
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 from datetime import date
@@ -38,6 +39,7 @@ def _ask(recipe, python, folder):
                  env=os.environ | quiet, capture_output=True, text=True, cwd=folder)
     if ran.returncode:
         lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
+        lines = [x for x in lines if re.match(r"[\w.]+: ", x)] or lines  # no note after it
         where = f" (its environment: {Path(python).parent.parent})"
         raise AuditError(f"{recipe.name}: its adapter failed: {lines[-1]}"
                          f"{where if recipe.requirements else ''}")

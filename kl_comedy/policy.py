@@ -26,6 +26,7 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, BatchEncoding,
 from trl.data_utils import is_conversational
 
 import kl_comedy
+from .decoding import fast_decoding
 from .estimators import exact_kl, k1
 from .tasks import Problem, check_answers
 
@@ -160,7 +161,8 @@ def sampling(model: PreTrainedModel, tok: PreTrainedTokenizerBase, seed: int,
             max_new_tokens=max_new_tokens, eos_token_id=end_tokens(model, tok),
             pad_token_id=tok.pad_token_id)
         try:
-            yield
+            with fast_decoding(model):
+                yield
         finally:
             model.train(training)
             model.generation_config = kept

@@ -202,6 +202,21 @@ class Run:
             )
         write_atomic(self.dir / f"{name}.csv", table.to_csv(index=False))
 
+    def find_table(self, name, *same):
+        """The table `name` of this run, or of one beside it with the same `same`.
+
+        `same`: names of parameters. A run of another version of the package does not
+        count. None if there is none."""
+        mine = read_params(self.dir)
+        for path in sorted(self.dir.parent.glob(f"*/{name}.csv")):
+            try:
+                theirs = read_params(path.parent)
+                version = read_status(path.parent)["version"]
+            except (RunError, KeyError):  # damaged, or not a run
+                continue
+            if version == __version__ and all(theirs.get(p) == mine.get(p) for p in same):
+                return pd.read_csv(path)
+
     def finish(self, **summary):
         """Record that the run is done, with the numbers and words of its `summary`."""
         self._end("done", summary)

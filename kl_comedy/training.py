@@ -16,6 +16,7 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from trl import RLOOConfig
 
+from .decoding import fast_decoding
 from .policy import (BATCH, MAX_NEW_TOKENS, complete, end_tokens, evaluate,
                               measure, sampling)
 from .tasks import MATH, TASKS
@@ -66,16 +67,19 @@ SHARED = dict(
 
 # %% ../nbs/library/14b_training.ipynb #8a80172a
 class RowsTrainer(KLRLOOTrainer):
-    "Draws `draw_rows` responses at a time; None: all of a batch together."
+    """Draws `draw_rows` responses at a time; None: all of a batch together.
+
+    From a small policy with `kl_comedy.decoding`, else with transformers or vLLM."""
     draw_rows = None
 
     def _generate_single_turn(self, prompt_ids, *others):
         draw, rows = super()._generate_single_turn, self.draw_rows
         if rows is None or self.use_vllm:
-            return draw(prompt_ids, *others)
+            rows = len(prompt_ids)
         found = []
-        for start in range(0, len(prompt_ids), rows):
-            found += draw(prompt_ids[start:start + rows], *others)
+        with fast_decoding(self.accelerator.unwrap_model(self.model)):
+            for start in range(0, len(prompt_ids), rows):
+                found += draw(prompt_ids[start:start + rows], *others)
         return found
 
 # %% ../nbs/library/14b_training.ipynb #b22a926d

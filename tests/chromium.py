@@ -16,6 +16,13 @@ KEYS = {"Tab": 9, "Enter": 13, "Space": 32, "Home": 36, "End": 35,
         "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
 
 
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    """A browser, with one page that the tests of a file share."""
+    with Browser(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
 class Browser:
     """One page. `profile`: an empty folder; `seconds`: the longest that one answer may take."""
 
@@ -70,6 +77,13 @@ class Browser:
         assert "error" not in answer, (method, answer["error"])
         return answer["result"]
 
+    def screen(self, width, height=800, theme="light"):
+        "The size of the screen, a phone's where it is narrow, and the theme that its owner likes."
+        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height,
+                  deviceScaleFactor=1, mobile=width < 600)
+        self.send("Emulation.setEmulatedMedia",
+                  features=[{"name": "prefers-color-scheme", "value": theme}])
+
     def open(self, address):
         "Go to a page and wait until it has loaded."
         self.events.clear()
@@ -92,6 +106,11 @@ class Browser:
         for _ in range(times):
             self.send("Input.dispatchKeyEvent", type="keyDown", **at, **text)
             self.send("Input.dispatchKeyEvent", type="keyUp", **at)
+
+    def fetched(self):
+        "The addresses that were asked for since the page was opened."
+        return [event["params"]["request"]["url"] for event in self.events
+                if event.get("method") == "Network.requestWillBeSent"]
 
     def faults(self):
         "Exceptions, errors written to the console and failed requests since the page was opened."

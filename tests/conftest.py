@@ -6,6 +6,7 @@ import warnings
 import micro
 import pytest
 import torch
+from chromium import chromium  # noqa: F401
 from website import site  # noqa: F401
 
 # A shell starts what it puts in the background with Ctrl-C ignored, and tests send it.

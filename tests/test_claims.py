@@ -12,8 +12,10 @@ from kl_comedy import cli
 from kl_comedy.claims import (
     Records,
     as_table,
+    beside,
     check_alike,
     check_greater,
+    check_stable,
     difference,
     judge,
     read_claims,
@@ -174,6 +176,32 @@ def test_off_policy_runs_come_from_their_own_sweep(tmp_path):
         if "K1 in loss" in f.words
     ]  # fmt: skip
     assert finding.holds and finding.effect == pytest.approx(0.3)
+
+
+def test_beside_a_figure_stands_the_claim_with_its_verdict_effect_interval_and_runs(tmp_path):
+    record(tmp_path, [(K1, 0.9, {"final_pass_out": 0.5}), (K3, 0.7, {"final_pass_out": 0.6})])
+    said = beside(CLAIMS, tmp_path, ["C7", "C5"])
+    stable, better = said.split("\n\n")
+    assert better.startswith("**C7, the paper:** At beta 0.05 K1 in the reward beats K3 in the")
+    assert "**Here, at scale cpu: partly.** Holds: pass@1 in-domain: K1 in reward above" in better
+    assert "beta 0.05 (+0.200 [+0.200, +0.200], n = 4). Does not hold: pass@1 out-of-" in better
+    assert "cpu: not yet run.** Holds: stable: K3 in loss, beta 0.05 (0 of 4 runs" in stable
+    assert " unstable [0%, 60%]). Not yet run: " in stable
+    with pytest.raises(SweepError, match="no claim C99"):
+        beside(CLAIMS, tmp_path, ["C99"])
+
+
+@pytest.mark.parametrize("unstable", [0, 1, 4])
+def test_a_share_of_runs_has_an_interval_that_holds_it(unstable, tmp_path):
+    """Clopper and Pearson: 0 of 4 leave everything up to 60% open."""
+    records = record(tmp_path, [(K1, 0.9, {})])
+    runs = pd.read_csv(tmp_path / "on_policy/runs.csv")
+    runs.loc[: unstable - 1, "state"] = "diverged"
+    runs.to_csv(tmp_path / "on_policy/runs.csv", index=False)
+    found = check_stable({"a": side("k1", "reward", 0.05)}, records)
+    assert found.low <= found.effect == unstable / 4 <= found.high and found.runs == 4
+    ends = {0: (0, 0.602), 1: (0.006, 0.806), 4: (0.398, 1)}[unstable]
+    assert (found.low, found.high) == pytest.approx(ends, abs=5e-4)
 
 
 # The file

@@ -172,11 +172,15 @@ def drawn(curves, shade):
 
 
 def test_a_picture_gets_smaller_and_looks_the_same():
-    before = drawn(curves=4, shade=0)
+    before = drawn(curves=4, shade=0.1)
     after = execute.smaller(before)
     pixels = [np.asarray(Image.open(io.BytesIO(b64decode(png))).convert("RGB"), int)
               for png in (before, after)]
     assert len(after) < len(before) / 2 and 0 < abs(pixels[0] - pixels[1]).max() <= 25
+    colours, count = np.unique(pixels[0].reshape(-1, 3), axis=0, return_counts=True)
+    for shade in colours[np.argsort(-count)[:8]]:  # paper, curves, bands: none is changed
+        of_it = (pixels[0] == shade).all(-1)
+        assert of_it.sum() > 100 and (pixels[1][of_it] == shade).all()
 
 
 def test_a_picture_of_too_many_colours_stays():

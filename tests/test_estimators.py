@@ -287,6 +287,43 @@ def test_exact_kl_is_finite_for_large_logits(value):
         assert grad.isfinite().all()
 
 
+@pytest.mark.parametrize("vocabulary", [3, 1000, 50_000])
+@pytest.mark.parametrize("gap", [1.0, 3e-2, 1e-3])
+def test_exact_kl_near_the_reference_is_right_to_its_own_size(vocabulary, gap):
+    """The plain formula is off by its own size at 1e-3 nats a token: the normalisers' rounding."""
+    noise = randn(20, vocabulary, dtype=torch.float32, seed=1)
+    logits = 3 * randn(20, vocabulary, dtype=torch.float32)
+    ref_logits = logits + gap * noise
+    grads = []
+    for formula, dtype in ((exact_kl, torch.float32), (plain_kl, torch.float64)):
+        x = logits.to(dtype).requires_grad_()
+        y = formula(x, ref_logits.to(dtype))
+        grads.append(torch.autograd.grad(y.sum(), x)[0].double())
+        y = y.detach()
+        if dtype == torch.float32:
+            found = y.double()
+    assert ((found - y).abs().sum() / y.sum()) < 1e-7 + 1e-7 / gap
+    assert (found >= 0).all()
+    assert (grads[0] - grads[1]).norm() < (1e-6 + 1e-7 / gap) * grads[1].norm()
+
+
+@pytest.mark.parametrize("depth", [50, 70, 85, 95, 110, 1e10, 1e30])
+def test_exact_kl_where_the_policy_gives_a_token_less_than_the_smallest_number(depth):
+    logits = torch.tensor([[0.0, -depth, 0.0]], requires_grad=True)
+    y = exact_kl(logits, torch.zeros(1, 3))
+    assert y.item() == pytest.approx(math.log(1.5), abs=1e-6)
+    grad, = torch.autograd.grad(y.sum(), logits)
+    assert grad.abs().max() < 1e-6  # the policy is what it can be
+
+
+@pytest.mark.parametrize("shift", [1e2, 1e6, 1e30])
+def test_a_shift_of_all_logits_costs_no_digits(shift):
+    logits, ref_logits = torch.tensor([[shift] * 3]), torch.tensor([[1.5, -2.0, 0.25]])
+    for pair in ((logits, ref_logits), (ref_logits, logits)):
+        plain = plain_kl(*(x.double() for x in pair))
+        torch.testing.assert_close(exact_kl(*pair).double(), plain, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("which, name", [(0, "logits"), (1, "ref_logits")])
 @pytest.mark.parametrize("shape, index", [((4,), (2,)), ((3, 4), (1, 2)), ((2, 3, 4), (1, 0, 3))])

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from chromium import Browser, in_a_browser
+from chromium import in_a_browser
 from scipy.optimize import minimize
 
 from kl_comedy.lab import (
@@ -48,23 +48,12 @@ def page(tmp_path_factory):
     return folder / "html" / "explorer.html"
 
 
-@pytest.fixture(scope="module")
-def chromium(tmp_path_factory):
-    with Browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
-
-
 @pytest.fixture
 def browser(chromium, page):
     """The page, opened anew on a desktop screen."""
-    screen(chromium, 1280, 900)
+    chromium.screen(1280, 900)
     chromium.open(page.as_uri())
     return chromium
-
-
-def screen(browser, width, height):
-    browser.send("Emulation.setDeviceMetricsOverride", width=width, height=height,
-                 deviceScaleFactor=1, mobile=width < 600)
 
 
 def call(browser, name, *arguments):
@@ -436,17 +425,14 @@ def test_the_buttons_set_the_experiments_up(browser):
 @pytest.mark.parametrize("width", [320, 390, 768, 1280])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_the_page_fits_and_nothing_fails_or_is_fetched_from_outside(browser, page, width, theme):
-    screen(browser, width, 844)
-    browser.send("Emulation.setEmulatedMedia",
-                 features=[{"name": "prefers-color-scheme", "value": theme}])
+    browser.screen(width, 844, theme)
     browser.open(page.as_uri())
     browser.run(SETTLED)
     assert browser.run("document.documentElement.dataset.theme") == theme
     assert browser.run("document.scrollingElement.scrollWidth") <= width
     assert browser.run("document.querySelector('#kl-explorer svg').clientWidth") > 250
     assert browser.faults() == []
-    fetched = [event["params"]["request"]["url"] for event in browser.events
-               if event.get("method") == "Network.requestWillBeSent"]
+    fetched = browser.fetched()
     assert len(fetched) > 5 and all(re.match("file:|data:", url) for url in fetched)
 
 

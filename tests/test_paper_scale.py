@@ -18,7 +18,7 @@ from kl_comedy.cli import main
 from kl_comedy.math_task import MATH, REQUEST, as_text, math_prompt
 from kl_comedy.placement import KLConfig
 from kl_comedy.policy import encode, end_tokens, evaluate, load_policy, sample
-from kl_comedy.runs import Run
+from kl_comedy.runs import Run, collect
 from kl_comedy.sweeps import SweepError, load_sweep, plan
 from kl_comedy.tasks import problems, reward, stream, to_dataset
 
@@ -327,3 +327,26 @@ def test_the_notebook_of_the_paper_scale_trains_a_model_on_disk(policy, source, 
     base = pd.read_csv(tmp_path / "base_pass_rates.csv")
     assert base.prompt.str.endswith(REQUEST + "\n\n").all() and base.pass_rate.between(0, 1).all()
     assert math_prompt(ROWS[0][0])[0]["content"] + "\n\n" in set(base.prompt)
+
+
+def test_the_gallery_draws_runs_on_math(policy, source, tmp_path):
+    """Two configurations of the preset, made small, and the cells that draw the recorded study."""
+    small = {"policy": policy, "source": source, "test_source": source, "steps": 2,
+             "prompts_per_step": 2, "max_length": 8, "learning_rate": 1e-3, "eval_every": 1,
+             "eval_problems": 4, "final_samples": 2, "base_samples": 2, "save_steps": 1, "rows": 5}
+    jobs = [Job("on_policy", name, ROOT / "nbs/experiments/20_on_policy.ipynb", tmp_path / name,
+                parameters | small | {"run_dir": str(tmp_path / name)}, 1)
+            for name, parameters in plan(sweep("on_policy"), "paper").items()
+            if parameters["beta"] in (0, .1) and parameters["seed"] == 0
+            and parameters["policy"] == QWEN
+            and parameters["placement"] + parameters["estimator"] in ("nonek1", "lossk3")]
+    run_all([*jobs], 1, lambda job: [], print)
+    collect([job.folder for job in jobs], tmp_path / "tables", "paper")
+    drawn = {"runs_dir": str(tmp_path / "tables"), "out_dir": str(tmp_path / "figures")}
+    gallery = ROOT / "nbs/gallery/31_on_policy.ipynb"
+    papermill.execute_notebook(gallery, tmp_path / "out.ipynb", drawn | {"policy": policy},
+                               progress_bar=False, cwd=gallery.parent)
+    table = pd.read_csv(tmp_path / "figures/on_policy.csv")
+    assert {"K3 in loss", "no KL"} == set(table.configuration)
+    assert table.pass_math.between(0, 1).all() and "pass_out" not in table
+    assert (tmp_path / "figures/on_policy_beta_0.1.png").exists()

@@ -1,20 +1,13 @@
-"""The built site, and a browser that looks at it, for the tests of the site."""
+"""The built site and what is on its pages, for the tests of the site."""
 
 import ast
 import fcntl
-import json
-import re
 import subprocess
 import sys
-import threading
-from functools import partial
-from html import unescape
 from html.parser import HTMLParser
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from chromium import CHROMIUM
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -71,51 +64,3 @@ def exported(module):
 
 
 MODULES = [m for m in sorted(ROOT.glob("kl_comedy/[a-z]*.py")) if exported(m)]
-
-
-class Handler(SimpleHTTPRequestHandler):
-    """Serves a site, and the texts of `extra` beside it."""
-
-    extra = {}
-
-    def do_GET(self):
-        name = self.path.removeprefix("/").partition("?")[0]
-        if name not in self.extra:
-            return super().do_GET()
-        kind = "text/javascript" if name.endswith(".js") else "text/html"
-        body = self.extra[name].encode()
-        self.send_response(200)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        pass
-
-
-def ask_browser(root, profile, probe, extra=()):
-    """What the script `probe` reports of the pages under `root`, in a browser without a network.
-
-    It finds the names of the pages in PAGES and calls `report` once. `extra`: texts by the path
-    that they are served at, in the place of what is there.
-    """
-    pages = [p.relative_to(root).as_posix() for p in pages_of(root)]
-    html = ('<!doctype html><title>probe</title><pre id="report"></pre><script>'
-            f"const PAGES = {json.dumps(pages)}, report = found => document.getElementById("
-            f"'report').textContent = JSON.stringify(found);\n{probe}</script>")
-    files = {"probe.html": html, **dict(extra)}
-    handler = partial(type("SiteHandler", (Handler,), {"extra": files}), directory=root)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        ran = subprocess.run(
-            [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}",
-             "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
-             "--timeout=540000", "--virtual-time-budget=3000000", "--dump-dom",
-             f"http://127.0.0.1:{server.server_port}/probe.html"],
-            capture_output=True, text=True, timeout=600)
-        server.shutdown()
-    found = re.search(r'<pre id="report">(.*?)</pre>', ran.stdout, re.DOTALL)
-    assert found and found[1], f"the browser did not finish: {ran.stdout[-500:]}{ran.stderr}"
-    return json.loads(unescape(found[1]))
-

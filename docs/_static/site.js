@@ -1,6 +1,6 @@
 // What scrolls by itself can be reached with the keyboard, and what folds the menu has a name.
 function reachable() {
-  for (const box of document.querySelectorAll("div.math"))
+  for (const box of document.querySelectorAll("div.math, div.cell_output, p:has(> img)"))
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
 }
 addEventListener("resize", reachable);

@@ -11,7 +11,7 @@ import torch
 from oat.algorithms.ppo import PPOArgs, PPOLearner
 from oat.args import get_default_args
 
-from ..adapter import Setting, options, what_changes
+from ..adapter import Setting, options, what_changes, whole_responses
 
 # %% ../../nbs/adapters/oat.ipynb #a09bf0c6
 #| eval: false
@@ -55,7 +55,7 @@ LONGEST = 4  # generate_max_length, by which drgrpo divides; 512 by default
 
 def loss(batch, critic_type="drgrpo", beta=0.0, kl_penalty_coef=0.0):
     "The policy loss of `learning_step`, with the penalties of either coefficient."
-    n, mask = len(batch.mask), batch.mask
+    n, mask = len(batch.mask), whole_responses(batch)
     args = PPOArgs(critic_type=critic_type, beta=beta, kl_penalty_coef=kl_penalty_coef,
                    num_samples=2, generate_max_length=LONGEST,
                    train_batch_size_per_device=n)

@@ -21,7 +21,8 @@ from skyrl.backends.skyrl_train.utils.ppo_utils import (
 from skyrl.backends.skyrl_train.utils.torch_utils import masked_mean
 from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig
 
-from ..adapter import Setting, flat, options, rewards_at_end, what_changes
+from ..adapter import (
+    Setting, flat, options, rewards_at_end, what_changes, whole_responses)
 
 # %% ../../nbs/adapters/skyrl.ipynb #0b0ef4ef
 #| eval: false
@@ -37,9 +38,9 @@ def loss(batch, coef=1.0, **on):
     "The policy loss, with the penalty in the reward."
     algorithm = AlgorithmConfig(use_kl_in_reward=True, use_kl_loss=False, kl_loss_coef=coef,
                                 **on)
-    mask = batch.mask.float()
+    mask, whole = batch.mask.float(), whole_responses(batch).float()
     advantages, _ = compute_advantages_and_returns(
-        rewards(batch, algorithm), mask, batch.group.numpy(), algorithm.advantage_estimator,
+        rewards(batch, algorithm), whole, batch.group.numpy(), algorithm.advantage_estimator,
         algorithm, values=0 * mask, grpo_norm_by_std=algorithm.grpo_norm_by_std)
     advantages = apply_loss_reduction_to_advantages_minibatch(
         advantages, mask, algorithm.loss_reduction, len(mask), 4)
