@@ -114,11 +114,14 @@ def check_lines(written, parsed, default):
     """What a library's own parser makes of the lines of one setting.
 
     `written`: (options, lines) as from an adapter. `parsed`: from lines to a value for each
-    option. `default`: what it makes of none. Returns the lines, the defaults of their
-    options as text, and what was refused, or "".
+    option. `default`: what it makes of none, or None if there is no parser to ask. Returns
+    the lines, the defaults of their options as text (None if there is no parser), and what
+    was refused, or "".
     """
     wanted, lines = written
     answer = {"lines": lines, "defaults": {}, "refused": ""}
+    if default is None:
+        return answer | {"defaults": None}
     try:
         found = parsed(lines)
         for option, value in wanted.items():

@@ -60,10 +60,11 @@ def written(label):
     config, given = CONFIGS[trainer], {"beta": "0.05"} | options(rest)
     words = ", ".join(f"{k}={v!r}" if v.isidentifier() and v not in ("True", "False")
                       else f"{k}={v}" for k, v in given.items())
+    place = "trl" if config is not GMPOConfig else "trl.experimental.gmpo"
     return {f"{config.__name__}.{name}": value for name, value in given.items()}, [
-        f"from {'trl' if config is not GMPOConfig else config.__module__} "
-        f"import {config.__name__}",
-        f'args = {config.__name__}("out", {words})   # then {trainer}(..., args=args)']
+        f"from {place} import {config.__name__}, {trainer}",
+        f'args = {config.__name__}("out", {words})',
+        f"# then {trainer}(..., args=args)"]
 
 def parsed(lines):
     "All options of the configuration made by these lines, or of each at its defaults."
