@@ -308,16 +308,20 @@ def test_settings_of_vllm_reach_trl(policy, source, tmp_path, monkeypatch):
     assert seen["per_device_train_batch_size"] == 2 and seen["gradient_accumulation_steps"] == 3
 
 
+def small(policy, source):
+    """The sizes of a run of the paper's scale, made small, on a model and data on disk."""
+    return {"policy": policy, "source": source, "test_source": source, "steps": 2,
+            "prompts_per_step": 2, "max_length": 8, "learning_rate": 1e-3, "eval_every": 1,
+            "eval_problems": 4, "final_samples": 2, "base_samples": 2, "save_steps": 1, "rows": 5}
+
+
 def test_the_notebook_of_the_paper_scale_trains_a_model_on_disk(policy, source, tmp_path):
     """The preset of the sweep, all but its sizes: the same keys, the same path."""
     preset = next(run for run in plan(sweep("on_policy"), "paper").values()
                   if (run["estimator"], run["placement"]) == ("k1", "reward"))
-    small = {"policy": policy, "source": source, "test_source": source, "steps": 2,
-             "prompts_per_step": 2, "max_length": 8, "learning_rate": 1e-3, "eval_every": 1,
-             "eval_problems": 4, "final_samples": 2, "base_samples": 2, "save_steps": 1, "rows": 5}
     papermill.execute_notebook(
         ROOT / "nbs/experiments/20_on_policy.ipynb", tmp_path / "out.ipynb",
-        preset | small | {"run_dir": str(tmp_path)}, progress_bar=False,
+        preset | small(policy, source) | {"run_dir": str(tmp_path)}, progress_bar=False,
         cwd=ROOT / "nbs/experiments")
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == "done" and 0 <= status["final_pass_math"] <= 1
@@ -331,11 +335,8 @@ def test_the_notebook_of_the_paper_scale_trains_a_model_on_disk(policy, source, 
 
 def test_the_gallery_draws_runs_on_math(policy, source, tmp_path):
     """Two configurations of the preset, made small, and the cells that draw the recorded study."""
-    small = {"policy": policy, "source": source, "test_source": source, "steps": 2,
-             "prompts_per_step": 2, "max_length": 8, "learning_rate": 1e-3, "eval_every": 1,
-             "eval_problems": 4, "final_samples": 2, "base_samples": 2, "save_steps": 1, "rows": 5}
     jobs = [Job("on_policy", name, ROOT / "nbs/experiments/20_on_policy.ipynb", tmp_path / name,
-                parameters | small | {"run_dir": str(tmp_path / name)}, 1)
+                parameters | small(policy, source) | {"run_dir": str(tmp_path / name)}, 1)
             for name, parameters in plan(sweep("on_policy"), "paper").items()
             if parameters["beta"] in (0, .1) and parameters["seed"] == 0
             and parameters["policy"] == QWEN
