@@ -7,6 +7,7 @@ __all__ = ['EPSILON', 'SMALL', 'IMAGES', 'TEXT', 'divisor', 'leave_one_out', 'me
 
 # %% ../nbs/library/13c_penalty.ipynb #83eac4df
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from trl import GRPOTrainer, RLOOTrainer
@@ -76,7 +77,7 @@ class _Passes:
         "Whether whole next-token distributions are computed, and not only log-probs."
         return (self.kl.estimator == "exact" or self.small) and not self.aux_loss_enabled
 
-    @property
+    @cached_property
     def small(self):
         "Whether the vocabulary is so small that they are kept, too."
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()

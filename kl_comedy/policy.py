@@ -6,7 +6,7 @@
 __all__ = ['PAD', 'EOS', 'SYMBOLS', 'MAX_NEW_TOKENS', 'PACKAGE', 'ROOT', 'BASE_POLICIES', 'BASE_POLICY', 'DTYPES', 'BATCH',
            'HELD', 'tokenizer', 'new_policy', 'check_fit', 'load_policy', 'save_policy', 'turn_end', 'end_tokens',
            'sampling', 'encode', 'complete', 'completion_logits', 'decode', 'check_request', 'sample', 'measure_part',
-           'measure', 'evaluate']
+           'measure', 'pass_rates', 'shares', 'evaluate']
 
 # %% ../nbs/library/13_policy.ipynb #4af31d57
 import math
@@ -15,6 +15,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -26,7 +27,7 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, BatchEncoding,
 from trl.data_utils import is_conversational
 
 import kl_comedy
-from .decoding import fast_decoding
+from .decoding import equal_rows_once, fast_decoding
 from .estimators import exact_kl, k1
 from .tasks import Problem, check_answers
 
@@ -199,7 +200,11 @@ def complete(model: PreTrainedModel, tok: PreTrainedTokenizerBase, prompts: list
     """
     ends = torch.tensor(end_tokens(model, tok), device=model.device)
     for start in range(0, len(prompts), batch_size):
-        encoded = encode(tok, prompts[start:start + batch_size]).to(model.device)
+        asked, times = zip(*((prompt, len([*equal])) for prompt, equal
+                             in groupby(prompts[start:start + batch_size])))
+        encoded, times = encode(tok, [*asked]).to(model.device), torch.tensor(times)
+        encoded = BatchEncoding({name: x.repeat_interleave(times.to(x.device), 0)
+                                 for name, x in encoded.items()})
         ids = model.generate(**encoded)
         ended = torch.isin(ids[:, encoded.input_ids.shape[1]:], ends).long()
         drawn = ended.cumsum(1) - ended == 0
@@ -214,8 +219,9 @@ def completion_logits(model: PreTrainedModel, ids: torch.Tensor, attention: torc
     In float32 at least, whatever the dtype of the weights.
     """
     positions = (attention.cumsum(1) - 1).clamp(min=0)
-    logits = model(input_ids=ids, attention_mask=attention.long(),
-                   position_ids=positions).logits
+    with equal_rows_once(model):
+        logits = model(input_ids=ids, attention_mask=attention.long(),
+                       position_ids=positions, use_cache=False).logits
     logits = logits[:, :-1][completion[:, 1:]]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
@@ -223,8 +229,11 @@ def completion_logits(model: PreTrainedModel, ids: torch.Tensor, attention: torc
 def decode(tok: PreTrainedTokenizerBase, ids: torch.Tensor, completion: torch.Tensor
            ) -> list[str]:
     "The completions of a batch as text, without special tokens."
-    return [tok.decode(row[drawn], skip_special_tokens=True)
-            for row, drawn in zip(ids, completion, strict=True)]
+    different, where = torch.cat([ids, completion], 1).unique(dim=0, return_inverse=True)
+    ids, completion = different.chunk(2, 1)
+    texts = [tok.decode(row[drawn], skip_special_tokens=True)
+             for row, drawn in zip(ids, completion.bool())]
+    return [texts[i] for i in where.tolist()]
 
 
 def check_request(problems: list[Problem], n_samples: int) -> None:
@@ -285,6 +294,24 @@ def measure(model: PreTrainedModel, tok: PreTrainedTokenizerBase, ids: torch.Ten
     return sums
 
 # %% ../nbs/library/13_policy.ipynb #29d742cf
+def pass_rates(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
+               problems: list[Problem], n_samples: int, seed: int,
+               max_new_tokens: int = MAX_NEW_TOKENS, batch_size: int = BATCH
+               ) -> list[float]:
+    "The share of n_samples completions of each problem, at temperature 1, that are right."
+    texts = sample(model, tokenizer, problems, n_samples, seed, 1.0, max_new_tokens,
+                   batch_size)
+    asked = [problem for problem in problems for _ in range(n_samples)]
+    verdicts = check_answers(asked, [text for each in texts for text in each])
+    return shares(verdicts, n_samples)
+
+
+def shares(verdicts: list[str], n_samples: int) -> list[float]:
+    "The share of right answers to each problem, which has n_samples."
+    right = [verdict == "right" for verdict in verdicts]
+    return [fmean(right[i:i + n_samples]) for i in range(0, len(right), n_samples)]
+
+
 def evaluate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
              problems: list[Problem], n_samples: int, seed: int,
              ref_model: PreTrainedModel | None = None,
@@ -305,8 +332,7 @@ def evaluate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
             texts += decode(tokenizer, batch[0], batch[2])
             sums.update(measure(model, tokenizer, *batch, ref_model))
     verdicts = check_answers(asked, texts)
-    right = [verdict == "right" for verdict in verdicts]
-    rates = [fmean(right[i:i + n_samples]) for i in range(0, len(right), n_samples)]
+    rates = shares(verdicts, n_samples)
     return {"pass_at_1": fmean(rates), "pass_rates": rates,
             "pass_at_1_se": stdev(rates) / len(rates)**.5 if len(rates) > 1 else math.nan,
             "n_problems": len(problems), "n_samples": n_samples,

@@ -16,9 +16,9 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 from trl import RLOOConfig
 
-from .decoding import fast_decoding
+from .decoding import equal_rows_once, fast_decoding
 from .policy import (BATCH, MAX_NEW_TOKENS, complete, end_tokens, evaluate,
-                              measure, sampling)
+                              measure, pass_rates, sampling)
 from .tasks import MATH, TASKS
 from .trainer import KLRLOOTrainer, NotFinite
 
@@ -69,7 +69,8 @@ SHARED = dict(
 class RowsTrainer(KLRLOOTrainer):
     """Draws `draw_rows` responses at a time; None: all of a batch together.
 
-    From a small policy with `kl_comedy.decoding`, else with transformers or vLLM."""
+    A small policy draws and scores with `kl_comedy.decoding`, what is equal once; others
+    with transformers or vLLM."""
     draw_rows = None
 
     def _generate_single_turn(self, prompt_ids, *others):
@@ -81,6 +82,10 @@ class RowsTrainer(KLRLOOTrainer):
             for start in range(0, len(prompt_ids), rows):
                 found += draw(prompt_ids[start:start + rows], *others)
         return found
+
+    def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
+        with equal_rows_once(self.accelerator.unwrap_model(model)):
+            return super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
 
 # %% ../nbs/library/14b_training.ipynb #b22a926d
 def sizes(prompts, prompts_per_step, group_size, save_steps, minibatches, rows, draw_rows):
@@ -206,9 +211,8 @@ class Exam:
                         "test_undecided": sum(share.values())}
         self.rates = {trained: found["pass_rates"]}
         for task, asked in others:
-            result = evaluate(model, self.tokenizer, asked, n, seed, **self.size)
-            numbers[f"pass_{task}"], self.rates[task] = (result["pass_at_1"],
-                                                         result["pass_rates"])
+            rates = pass_rates(model, self.tokenizer, asked, n, seed, **self.size)
+            numbers[f"pass_{task}"], self.rates[task] = fmean(rates), rates
         for name, tasks in (("pass_out", [task for task, _ in others]),
                             ("pass_risk", [task for task, _ in others if task in AT_RISK])):
             if tasks:

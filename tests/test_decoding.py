@@ -1,4 +1,4 @@
-"""The sampler of our own against that of transformers: the same tokens, also under TRL."""
+"""What is computed once must be what is computed for each: tokens, log-probs and gradients."""
 
 from contextlib import contextmanager
 
@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 
 from kl_comedy import decoding, training
-from kl_comedy.decoding import draw, fast_decoding
+from kl_comedy.decoding import Decoder, draw, equal_rows_once, fast_decoding
 from kl_comedy.placement import KLConfig
 from kl_comedy.policy import end_tokens, load_policy, sampling
 from kl_comedy.runs import Run
@@ -36,6 +36,29 @@ def test_the_same_tokens_from_prompts_of_all_tasks(base, seed):
     assert torch.equal(*found)
 
 
+def test_a_prefix_goes_through_the_model_once(base, monkeypatch):
+    """Each call gets as many prefixes as differ, and the tokens stay the same."""
+    model, tokenizer = base
+    asked = [problem.prompt for problem in problems("sum", "test", 4) for _ in range(25)]
+    encoded, read = tokenizer(asked, return_tensors="pt"), []
+
+    def counted(self, ids, *others):
+        read.append(ids.shape)
+        return forward(self, ids, *others)
+
+    forward, found = Decoder.__call__, []
+    monkeypatch.setattr(Decoder, "__call__", counted)
+    for fast in (draw, None):
+        with sampling(model, tokenizer, 0, 1.0):
+            found.append(model.generate(**encoded, custom_generate=fast))
+    assert torch.equal(*found)
+    start = encoded.input_ids.shape[1]
+    ended = (found[0] == tokenizer.eos_token_id).cumsum(1) > 0
+    assert read[0] == (4, start) and len(read) == found[0].shape[1] - start
+    for at, shape in enumerate(read[1:], start + 1):
+        assert shape == (len(found[0][~ended[:, at - 1], :at].unique(dim=0)), 1)
+
+
 @pytest.mark.parametrize("settings", [dict(temperature=0.5), dict(top_k=2), dict(top_p=0.5),
                                       dict(max_new_tokens=1), dict(min_new_tokens=39),
                                       dict(eos_token_id=[1, 5])])
@@ -59,8 +82,63 @@ def test_generate_is_put_back_whatever_happens(base):
     assert "generate" not in model.__dict__
 
 
+def scored(model, ids, attention, **others):
+    "Logits of a batch and the gradients of a sum that weighs every one of them differently."
+    model.zero_grad()
+    logits = model(input_ids=ids, attention_mask=attention, **others).logits
+    weights = torch.randn(logits.shape, generator=torch.manual_seed(0))
+    (logits * weights).sum().backward()
+    return logits.detach(), [weight.grad.clone() for weight in model.parameters()]
+
+
+def test_equal_rows_go_through_the_model_once_and_get_what_they_would(base, monkeypatch):
+    model, tokenizer = base
+    encoded = prompts(tokenizer, ("sum", "sort", "add"), 3)
+    again = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 3, 3, 0])
+    ids, attention = encoded.input_ids[again], encoded.attention_mask[again]
+    assert not attention.all()
+    plain, seen, forward = scored(model, ids, attention), [], model.forward
+
+    def counted(**inputs):
+        seen.append(len(inputs["input_ids"]))
+        return forward(**inputs)
+
+    monkeypatch.setitem(model.__dict__, "forward", counted)
+    with equal_rows_once(model):
+        once = scored(model, ids, attention)
+        model(input_ids=ids[:9], attention_mask=attention[:9])  # all of them differ
+    assert seen == [9, 9] and model.forward is counted
+    read = attention.bool()
+    assert torch.allclose(once[0][read], plain[0][read], atol=1e-5)
+    for ours, theirs in zip(once[1], plain[1], strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4 * theirs.abs().max())
+
+
+def test_rows_that_differ_in_one_input_alone_are_not_equal(base):
+    model, tokenizer = base
+    ids = prompts(tokenizer, ("sum",), 1).input_ids.repeat(3, 1)
+    attention, positions = torch.ones_like(ids), torch.arange(ids.shape[1]).repeat(3, 1)
+    attention[1, :2] = 0
+    positions[2, -1] += 5
+    inputs = dict(input_ids=ids, attention_mask=attention, position_ids=positions)
+    with torch.no_grad():
+        plain = model(**inputs).logits[:, -1]
+        with equal_rows_once(model):
+            once = model(**inputs).logits[:, -1]
+    assert torch.allclose(once, plain, atol=1e-5)
+    assert len(plain.round(decimals=3).unique(dim=0)) == 3
+
+
+def test_dropout_is_drawn_for_every_row():
+    model, _ = load_policy()
+    model.config.attention_dropout = 0.5
+    forward = model.forward
+    with equal_rows_once(model):
+        assert model.forward == forward
+
+
 def test_training_draws_with_it_and_learns_the_same(base, tmp_path, monkeypatch):
-    """Two runs: as shipped, and with the sampler of transformers. The same samples and losses."""
+    """Two runs: as shipped, and with nothing but transformers. The same samples and losses."""
     calls = []
 
     def counted(*args, **kwargs):
@@ -76,6 +154,7 @@ def test_training_draws_with_it_and_learns_the_same(base, tmp_path, monkeypatch)
     for name in ("fast", "slow"):
         if name == "slow":
             monkeypatch.setattr(training, "fast_decoding", slow)
+            monkeypatch.setattr(training, "equal_rows_once", slow)
         model, tokenizer = load_policy()
         run = Run(tmp_path / name, {})
         trainer = training.build_trainer(
