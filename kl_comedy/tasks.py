@@ -284,14 +284,14 @@ def math_verifier() -> Verifier:
     "The verifier of `math` in this process; its `counts` say what could not be decided."
     return Verifier()
 
-# %% ../nbs/library/11_tasks.ipynb #6f363580
+# %% ../nbs/library/11_tasks.ipynb #a6a8b89d
 def check_here(problem: Problem, completion: str) -> str:
     "The verdict on an answer that needs no process of its own."
     if problem.task in SUBJECTS:
         return check_letter(problem.gold, completion)
     return "right" if task_named(problem.task).verify(problem, completion) else "wrong"
 
-
+# %% ../nbs/library/11_tasks.ipynb #6f363580
 def check_answers(problems: list[Problem], completions: list[str]) -> list[str]:
     """The verdict on a completion of each problem: `right` or `wrong`.
 
@@ -326,7 +326,7 @@ def split_index(split: str, k: int) -> int:
     held_out = hashlib.sha256(str(block).encode()).digest()[0] % 5
     return 5 * block + (held_out if split == "test" else (held_out + 1 + k % 4) % 5)
 
-# %% ../nbs/library/11_tasks.ipynb #c4faaa6d
+# %% ../nbs/library/11_tasks.ipynb #5b4a73ad
 SOURCED = (MATH, MATH2, *SUBJECTS)  # read from a source; all but the first for testing only
 
 
@@ -339,7 +339,7 @@ def loaded(task: str, split: str, source: str) -> list[Problem]:
         raise ValueError(f"split must be test, {task} has no other, got {split!r}")
     return load_math2(source) if task == MATH2 else load_mmlu(source, task)
 
-
+# %% ../nbs/library/11_tasks.ipynb #23291e80
 def n_problems(task: str, split: str, source: str | Path | None = None) -> int:
     """How many problems of a task there are in a split; of one of `SOURCED`, in `source`.
 
