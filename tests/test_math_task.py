@@ -1,11 +1,11 @@
 """MATH from every kind of source, and beside the other tasks. The problems here are our own."""
 
-import csv
 import json
 import warnings
 from random import Random
 
 import pytest
+from sources import math2_of_the_hub
 
 from kl_comedy import math_task
 from kl_comedy.math_task import load_math, load_math2, math_gold, math_prompt
@@ -130,13 +130,9 @@ def test_the_gold_answer_of_a_row(row, gold):
 
 @pytest.fixture
 def as_published(tmp_path):
-    """One file of comma-separated values in a folder, as on the hub; the names are a guess."""
+    """A folder with the file of the hub for each header."""
     def write(header, rows):
-        folder = tmp_path / "-".join(header)
-        folder.mkdir()
-        with (folder / "math^2_final.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([header, *rows])
-        return folder
+        return math2_of_the_hub(tmp_path / "-".join(header), header, rows)
     return write
 
 

@@ -1,13 +1,12 @@
 """MMLU from every kind of source, its real files where they are, and a verifier of letters."""
 
-import csv
 import json
 import warnings
 from collections import Counter
 from pathlib import Path
 
 import pytest
-from datasets import ClassLabel, Dataset, Features, Sequence, Value
+from sources import mmlu_of_the_authors, mmlu_of_the_hub
 
 from kl_comedy import mmlu
 from kl_comedy.mmlu import LETTERS, SUBJECTS, check_letter, load_mmlu, mmlu_prompt
@@ -18,8 +17,6 @@ FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "mm
 ROWS = [("What is\nlight?", ["a wave", "a ray", "both", "neither"], "C"),
         ('Is "c" a speed?', ["yes", "no, never", "at times", "who knows"], "A"),
         ("Which is heavier?", ["lead", "gold", "iron", "tin"], "B")]
-FEATURES = Features({"question": Value("string"), "subject": Value("string"),
-                     "choices": Sequence(Value("string")), "answer": ClassLabel(names=[*LETTERS])})
 
 real = pytest.mark.skipif(not FOLDER.exists(), reason="the files of MMLU are not here")
 
@@ -36,33 +33,9 @@ def sizes(monkeypatch):
     monkeypatch.setattr(mmlu, "SUBJECTS", dict.fromkeys(SUBJECTS, len(ROWS)))
 
 
-def authors(folder, rows=ROWS):
-    """The files of the authors, without a header."""
-    (folder / "test").mkdir(parents=True, exist_ok=True)
-    for subject in SUBJECTS:
-        with (folder / "test" / f"{subject}_test.csv").open("w", newline="") as file:
-            csv.writer(file).writerows([q, *choices, letter] for q, choices, letter in rows)
-    return folder
-
-
-def hub(folder):
-    """A part for each subject, as on the hub: parquet, and the answer a class label."""
-    parts = ""
-    for subject in SUBJECTS:
-        path = folder / subject / "test-00000-of-00001.parquet"
-        path.parent.mkdir(parents=True)
-        Dataset.from_list([
-            {"question": q, "subject": subject, "choices": choices, "answer": letter}
-            for q, choices, letter in ROWS], features=FEATURES).to_parquet(path)
-        parts += (f"- config_name: {subject}\n  data_files:\n"
-                  f"  - split: test\n    path: {subject}/test-*\n")
-    (folder / "README.md").write_text(f"---\nconfigs:\n{parts}---\n")
-    return folder
-
-
-@pytest.mark.parametrize("write", [authors, hub])
+@pytest.mark.parametrize("write", [mmlu_of_the_authors, mmlu_of_the_hub])
 def test_every_source_gives_the_same_problems(tmp_path, sizes, write):
-    folder = write(tmp_path / "source")
+    folder = write(tmp_path / "source", ROWS)
     for subject in SUBJECTS:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -74,7 +47,7 @@ def test_every_source_gives_the_same_problems(tmp_path, sizes, write):
 
 
 def test_another_number_of_rows_than_the_real_one_is_said(tmp_path):
-    folder = authors(tmp_path)
+    folder = mmlu_of_the_authors(tmp_path, ROWS)
     for subject, size in SUBJECTS.items():
         with pytest.warns(UserWarning, match=f"{subject}. has 3 rows, not {size}"):
             load_mmlu(folder, subject)
@@ -106,11 +79,11 @@ def test_sources_that_are_something_else_are_refused(tmp_path):
     ("?", [*"abcd"], ""), ("?", [*"abcd"], "a"), ("?", [*"abcd"], "AB")])
 def test_a_row_that_is_no_question_with_four_choices_is_named(tmp_path, row):
     with pytest.raises(ValueError, match="row 4 of .*college_biology"):
-        load_mmlu(authors(tmp_path, [*ROWS, row]), "college_biology")
+        load_mmlu(mmlu_of_the_authors(tmp_path, [*ROWS, row]), "college_biology")
 
 
 def test_problems_are_drawn_like_those_of_every_task(tmp_path, sizes):
-    source = str(authors(tmp_path / "drawn"))
+    source = str(mmlu_of_the_authors(tmp_path / "drawn", ROWS))
     drawn = problems("college_chemistry", "test", 3, source=source)
     assert sorted(p.gold for p in drawn) == ["A", "B", "C"]
     assert n_problems("college_chemistry", "test", source) == 3
