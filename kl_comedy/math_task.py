@@ -117,9 +117,9 @@ def math2_rows(source: str | Path) -> Dataset:
         return concatenate_datasets([*load_dataset(where).values()])
     except (OSError, ValueError, DatasetsError) as error:
         raise FileNotFoundError(
-            f"MATH^2 cannot be read from {where!r}: {error}. The source has to be the id of "
-            "a data set on the hub that can be reached, a folder in its format, or a file "
-            "of comma-separated values or JSON lines") from error
+            f"MATH^2 cannot be read from {where!r}: {error}. The source has to be the id "
+            "of a data set on the hub that can be reached, a folder in its format, or a "
+            "file of comma-separated values or JSON lines") from error
 
 # %% ../nbs/library/12b_math.ipynb #a234f870
 SENTENCE = re.compile(r"[A-Za-z]{2,}(?:[\s,]+[A-Za-z]{2,}){2}")

@@ -83,9 +83,9 @@ def mmlu_rows(source: str | Path, subject: str) -> list[Row]:
         return hub_rows(load_dataset(where, subject, split="test"))
     except (OSError, ValueError, DatasetsError, csv.Error) as error:
         raise FileNotFoundError(
-            f"MMLU cannot be read from {where!r} ({subject}): {error}. The source has to be "
-            "cais/mmlu, or another data set in its format that can be reached, or a folder "
-            f"with test/{subject}_test.csv"
+            f"MMLU cannot be read from {where!r} ({subject}): {error}. The source has to "
+            "be cais/mmlu, or another data set in its format that can be reached, or a "
+            f"folder with test/{subject}_test.csv"
         ) from error
 
 # %% ../nbs/library/12c_mmlu.ipynb #f21d45ce

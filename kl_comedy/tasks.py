@@ -295,8 +295,8 @@ def check_here(problem: Problem, completion: str) -> str:
 def check_answers(problems: list[Problem], completions: list[str]) -> list[str]:
     """The verdict on a completion of each problem: `right` or `wrong`.
 
-    Of MMLU also `no box`, of `math` `timeout` and `error` too. A completion is the text after the
-    prompt, without special tokens. TypeError when one is no string.
+    Of MMLU also `no box`, of `math` `timeout` and `error` too. A completion is the text
+    after the prompt, without special tokens. TypeError when one is no string.
     """
     if odd := [type(text).__name__ for text in completions if not isinstance(text, str)]:
         raise TypeError(f"completion must be a string, got {odd[0]}")
