@@ -16,6 +16,8 @@ import pandas as pd
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from .math_task import MATH2_SIZE
+from .mmlu import SUBJECTS
 from .placement import KLConfig
 from .sweeps import SweepError, plan, read_yaml
 
@@ -68,17 +70,20 @@ class Load:
     passes: int
     tests: int
     tested: int
+    late: int
 
-# %% ../nbs/library/16d_cost.ipynb #4abd474e
+# %% ../nbs/library/16d_cost.ipynb #67f81a38
 def penalty_of(run):
     "The `KLConfig` of the parameters of a run; ValueError if they are none."
     return KLConfig(**{field.name: run[field.name] for field in fields(KLConfig)})
 
+# %% ../nbs/library/16d_cost.ipynb #4abd474e
 def load_of(run):
     """The `Load` of the parameters `run` of one run.
 
     `passes`: how often a response of the training goes forward, a backward pass being two.
-    `tests`: how often the policy is tested, on `tested` responses in all.
+    `tests`: how often the policy is tested, on `tested` responses in all, and on `late`
+    ones to the tests that are made at the end alone.
     """
     responses = run["prompts_per_step"] * run["group_size"]
     rows = run["rows"] or responses
@@ -86,11 +91,15 @@ def load_of(run):
     scored = run["minibatches"] > 1 or (kl.active and kl.in_return and rows < responses)
     tests = 1 + -(-run["steps"] // run["eval_every"])
     problems = run["eval_problems"] * (1 if run["task"] == "math" else 8)
+    late = [MATH2_SIZE] if run["math2_source"] is not None else []
+    late += SUBJECTS.values() if run["mmlu_source"] is not None else []
+    late = sum(min(run["eval_problems"], size) for size in late)
     return Load(
         responses, rows, run["draw_rows"] or responses * run["minibatches"],
         run["max_length"] or 40, 2 if run["dtype"] == "bfloat16" else 4,
         3 + bool(run["gradient_checkpointing"]) + kl.active + scored,
-        tests, problems * (run["eval_samples"] * (tests - 1) + run["final_samples"]))
+        tests, problems * (run["eval_samples"] * (tests - 1) + run["final_samples"]),
+        late * run["final_samples"])
 
 # %% ../nbs/library/16d_cost.ipynb #338ff039
 LOST = 1.05  # an assumption
@@ -136,8 +145,9 @@ def work(model, run, gpu):
     each = run["eval_samples"] * (load.tests - 1) + run["final_samples"]
     problems = load.tested // each
     base = problems // (1 if run["task"] == "math" else 8) * run["base_samples"]
-    drawn = trained + load.tested + base + problems * run["eval_samples"]
-    passes = trained * load.passes + 2 * load.tested + base + drawn  # prompts are read, too
+    drawn = trained + load.tested + load.late + base + problems * run["eval_samples"]
+    passes = trained * load.passes + 2 * load.tested + load.late + base
+    passes += drawn                                                  # prompts are read, too
     passes += 2 * load.tests * problems * run["eval_samples"]        # of the forward KL
     rows = load.draw_rows
     read = n * load.weight + rows * whole / 2 * model.cache * load.weight
@@ -164,12 +174,13 @@ def check_run(where, run):
         penalty_of(run)
     except ValueError as error:
         raise SweepError(f"{where}: {error}") from None
-    if run["dtype"] not in (None, "float32", "bfloat16"):
-        refuse("dtype", "float32, bfloat16 or null")
-    if run["task"] not in (None, "sum", "math"):
-        refuse("task", "sum, math or null")
-    if (run["source"] is not None) != (run["task"] == "math"):
-        refuse("source", "given for the task math, and for no other")
+    for name, some in (("dtype", ("float32", "bfloat16")), ("task", ("sum", "math"))):
+        if run[name] not in (None, *some):
+            refuse(name, f"{', '.join(some)} or null")
+    for name in ("source", "math2_source", "mmlu_source"):
+        given = run[name] is not None
+        if given != (run["task"] == "math") and (given or name == "source"):
+            refuse(name, "given for the task math, and for no other")
 
 # %% ../nbs/library/16d_cost.ipynb #01a835e4
 def costs(sweeps, scale, root, gpu=B200):

@@ -169,11 +169,13 @@ AT_RISK = {task.name for task in TASKS.values() if task.at_risk}
 class Exam:
     """Test problems, and the numbers that say what a policy can do and how far it moved.
 
-    `tests` maps names of tasks to problems, the trained task first; `n_samples` responses
+    `tests` maps names of tests to problems, the trained task first; `n_samples` responses
     of at most `max_new_tokens` to each, `batch_size` drawn at once. `reference` is where
-    the policies are: on their device. Called with a policy it gives a dict:
-    `pass_<task>`, pass@1, and its means over
-    the tasks that are not trained, `pass_out`, and over those of them at risk, `pass_risk`;
+    the policies are: on their device. Called with a policy it gives a dict, and so, with
+    `n_samples` of its own, at the end, when the tests `at_end` are made too:
+    `pass_<test>`, pass@1, and its means over the tests of other tasks than the trained one,
+    `pass_out`, over those of them at risk, `pass_risk`, and, where there are more than one,
+    over the tests of the trained task, `pass_in`;
     `rates` has the pass rate of every problem. Of the trained task `kl` (to the reference)
     and `kl_forward` (from it), nats a sequence, summed over whole next-token distributions,
     `kl_k1` (mean of K1 over the same responses), `entropy` (nats a token) and `test_length`
@@ -181,8 +183,9 @@ class Exam:
     `test_undecided`, of those that no verdict could be reached on.
     """
     def __init__(self, tokenizer, reference, tests, n_samples, seed,
-                 max_new_tokens=MAX_NEW_TOKENS, batch_size=BATCH):
+                 max_new_tokens=MAX_NEW_TOKENS, batch_size=BATCH, at_end=()):
         self.tokenizer, self.reference, self.tests = tokenizer, reference, tests
+        self.at_end = at_end
         self.n_samples, self.seed, self.rates = n_samples, seed, {}
         self.size = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
         trained = [problem.prompt for problem in next(iter(tests.values()))
@@ -199,7 +202,9 @@ class Exam:
 
     def __call__(self, model, n_samples=None):
         n, seed = n_samples or self.n_samples, self.seed
-        (trained, asked), *others = self.tests.items()
+        (trained, asked), *others = ((test, of) for test, of in self.tests.items()
+                                     if n_samples or test not in self.at_end)
+        alike = [test for test, of in others if of[0].task == asked[0].task]
         found = evaluate(model, self.tokenizer, asked, n, seed, self.reference, **self.size)
         numbers = {f"pass_{trained}": found["pass_at_1"], "kl": found["kl"],
                    "kl_forward": self.forward_kl(model), "kl_k1": found["kl_k1"],
@@ -213,7 +218,8 @@ class Exam:
         for task, asked in others:
             rates = pass_rates(model, self.tokenizer, asked, n, seed, **self.size)
             numbers[f"pass_{task}"], self.rates[task] = fmean(rates), rates
-        for name, tasks in (("pass_out", [task for task, _ in others]),
+        for name, tasks in (("pass_in", alike and [trained, *alike]),
+                            ("pass_out", [task for task, _ in others if task not in alike]),
                             ("pass_risk", [task for task, _ in others if task in AT_RISK])):
             if tasks:
                 numbers[name] = fmean(numbers[f"pass_{task}"] for task in tasks)

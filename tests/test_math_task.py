@@ -5,9 +5,10 @@ import warnings
 from random import Random
 
 import pytest
+from sources import math2_of_the_hub
 
 from kl_comedy import math_task
-from kl_comedy.math_task import load_math, math_gold, math_prompt
+from kl_comedy.math_task import load_math, load_math2, math_gold, math_prompt
 from kl_comedy.rewards import Problem
 from kl_comedy.tasks import demonstration, is_correct, math_verifier, problems, reward, to_dataset
 
@@ -24,6 +25,7 @@ GOLDS = [gold for _, _, gold in ROWS if gold]
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
@@ -127,6 +129,64 @@ def test_the_gold_answer_of_a_row(row, gold):
 
 
 @pytest.fixture
+def as_published(tmp_path):
+    """A folder with the file of the hub for each header."""
+    def write(header, rows):
+        return math2_of_the_hub(tmp_path / "-".join(header), header, rows)
+    return write
+
+
+ANSWERS = [(text, solution, gold) for text, solution, gold in ROWS if gold]
+
+
+@pytest.mark.parametrize("header, rows", [
+    (["problem", "answer"], [(text, gold) for text, _, gold in ANSWERS]),
+    (["Skill 1", "Question", "Answer"], [("x", text, f"${gold}$") for text, _, gold in ANSWERS]),
+    (["QUESTION", "Solution"], [row[:2] for row in ANSWERS]),
+    (["question", "solution", "answer"], [(t, "No box", solution) for t, solution, _ in ANSWERS]),
+])
+def test_math2_is_read_whatever_its_split_is_called(as_published, header, rows):
+    folder = as_published(header, rows)
+    for source in (folder, str(folder / "math^2_final.csv")):
+        with pytest.warns(UserWarning) as caught:
+            found = load_math2(source)
+        assert found == [Problem("math", math_prompt(t), gold) for t, _, gold in ANSWERS]
+        assert [str(w.message).split("' ")[1] for w in caught] == ["has 4 rows, not 210"]
+        assert caught[0].filename == __file__
+
+
+def test_math2_of_numbers_alone_is_text(as_published):
+    folder = as_published(["question", "answer"], [("What is $2+2$?", 4), ("Halve $5$.", 2.5)])
+    with pytest.warns(UserWarning, match="2 rows, not 210"):
+        assert [is_correct(p, rf"\boxed{{{gold}}}") for p, gold in
+                zip(load_math2(folder), ("4", r"\frac{5}{2}"), strict=True)] == [True, True]
+
+
+def test_math2_drops_what_no_answer_could_equal(as_published):
+    folder = as_published(["question", "answer"], [
+        ("What is $2+2$?", "We add them, so it is $4$."), ("Halve $6$.", "3"), ("Nothing?", "")])
+    with pytest.warns(UserWarning, match="2 of 3 rows of .* have no gold answer and are dropped"):
+        (found,) = load_math2(folder)
+    assert found.gold == "3"
+
+
+def test_math2_with_other_columns_is_refused_with_those_that_it_has(as_published):
+    folder = as_published(["q", "final answer"], [("What is $2+2$?", "4")])
+    with pytest.raises(ValueError, match="needs the columns problem or question, and answer or "
+                       "solution, it has q, final answer"):
+        load_math2(folder)
+    folder = as_published(["question", "solution"], [("What is $2+2$?", "It is $4$.")])
+    with pytest.raises(ValueError, match="no row has in its column solution an answer"):
+        load_math2(folder)
+
+
+@pytest.mark.parametrize("source", ["someone/math2-that-is-not-cached", "no-such-folder"])
+def test_math2_that_is_not_there_is_named(source):
+    with pytest.raises(FileNotFoundError, match=f"MATH.2 cannot be read from '{source}'"):
+        load_math2(source)
+
+
+@pytest.fixture
 def source(tmp_path, sizes):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -147,7 +207,7 @@ def test_problems_are_drawn_like_those_of_every_task(source):
 
 
 def test_math_needs_a_source_and_the_others_have_none(source):
-    with pytest.raises(ValueError, match="math needs a source.* got task 'math' and source None"):
+    with pytest.raises(ValueError, match="need a source, .*: got task 'math' and source None"):
         problems("math", "train", 1)
     with pytest.raises(ValueError, match="no other task has one: got task 'sum'"):
         problems("sum", "train", 1, source=source)

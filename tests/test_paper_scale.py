@@ -8,6 +8,7 @@ import pandas as pd
 import papermill
 import pytest
 import torch
+from sources import math2_of_the_hub, mmlu_of_the_hub
 from toy import write_notebook
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from trl.data_utils import apply_chat_template
@@ -16,6 +17,7 @@ from kl_comedy import cost, training
 from kl_comedy.batch import Job, run_all
 from kl_comedy.cli import main
 from kl_comedy.math_task import MATH, REQUEST, as_text, math_prompt
+from kl_comedy.mmlu import SUBJECTS, mmlu_prompt
 from kl_comedy.placement import KLConfig
 from kl_comedy.policy import encode, end_tokens, evaluate, load_policy, sample
 from kl_comedy.runs import Run, collect
@@ -24,8 +26,11 @@ from kl_comedy.tasks import problems, reward, stream, to_dataset
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN, LLAMA = "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B-Instruct"
-BOXES = [r"\boxed{1}", r"\boxed{2}"]
+BOXES = [r"\boxed{1}", r"\boxed{2}", r"\boxed{B}"]
 ROWS = [("What is $2-1$?", "1"), ("What is $1+1$?", "2"), ("Halve $4$.", "2"), ("Halve $2$.", "1")]
+HARDER = [("Halve $1+1$.", "$1$"), ("Halve $1+2+1$.", "$2$")]
+CHOICES = [("Halve $4$.", [*"1234"], "B"), ("Halve $2$.", [*"1234"], "A"),
+           ("Is it?", [*"onib"], "B")]
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
             "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
@@ -43,6 +48,8 @@ def test_the_presets_are_the_papers():
             "learning_rate": 1e-6, "final_samples": 32, "minibatches": 1, "importance": "none"}
     assert {name: set(runs[name]) for name in same} == {name: {v} for name, v in same.items()}
     assert runs.test_source.eq("HuggingFaceH4/MATH-500").all() and runs.eval_problems.eq(500).all()
+    assert runs.math2_source.eq("veds12/math-squared").all()
+    assert runs.mmlu_source.eq("cais/mmlu").all()
     cells = runs.groupby(["policy", "placement", "estimator", "steps"]).agg(
         {"beta": lambda b: sorted(set(b)), "seed": lambda s: sorted(set(s))})
     betas = [.05, .1, .3, 1.0]
@@ -102,6 +109,10 @@ def test_memory_and_hours_go_with_what_they_depend_on():
     assert hours(placement="loss") < hours() and hours(draw_rows=8) > hours()
     trained = cost.work(model, run, cost.B200)["trained"]
     assert trained == 250 * 256 * 5 * 1024
+    drawn = [cost.work(model, run | {"math2_source": a, "mmlu_source": b}, cost.B200)["drawn"]
+             for a, b in ((None, None), ("x", None), (None, "x"))]
+    assert [n - drawn[0] for n in drawn[1:]] == [210 * 32 * 1024, 346 * 32 * 1024]
+    assert hours() > hours(math2_source=None) > hours(math2_source=None, mmlu_source=None)
 
 
 def test_the_plan_is_printed_and_refused_without_a_gpu(tmp_path, monkeypatch, capsys):
@@ -131,6 +142,7 @@ def test_the_plan_is_printed_and_refused_without_a_gpu(tmp_path, monkeypatch, ca
     ({"save_steps": 0}, "save_steps must be a positive multiple of minibatches=1, got 0"),
     ({"estimator": "k4"}, "estimator='k4'"),
     ({"estimator": "exact", "beta": -1.0}, "beta=-1.0"),
+    ({"task": None, "source": None}, "math2_source must be given for the task math"),
 ])
 def test_a_run_that_cannot_be_made_is_refused_before_its_cost(changed, words):
     run = next(iter(plan(sweep("on_policy"), "paper").values()))
@@ -161,8 +173,10 @@ def test_every_run_has_a_gpu_to_itself(tmp_path):
 
 
 def micro_policy(folder, template=TEMPLATE):
-    """A Qwen2 of one layer that reads the prompts; two of its tokens are whole answers."""
-    characters = sorted(set("".join(text for text, _ in ROWS) + REQUEST + "systemuserassistant\n"))
+    """A Qwen2 of one layer that reads the prompts; three of its tokens are whole answers."""
+    asked = [mmlu_prompt(text, choices)[0]["content"] for text, choices, _ in CHOICES]
+    texts = [text for text, _ in ROWS + HARDER] + [REQUEST, "systemuserassistant\n", *asked]
+    characters = sorted(set("".join(texts)))
     symbols = ["<|endoftext|>", *(c.replace(" ", "Ġ").replace("\n", "Ċ") for c in characters)]
     tok = Qwen2Tokenizer(vocab={s: i for i, s in enumerate(symbols)}, merges=[], unk_token=None,
                          pad_token="<|endoftext|>", eos_token="<|endoftext|>")
@@ -308,20 +322,29 @@ def test_settings_of_vllm_reach_trl(policy, source, tmp_path, monkeypatch):
     assert seen["per_device_train_batch_size"] == 2 and seen["gradient_accumulation_steps"] == 3
 
 
-def small(policy, source):
+@pytest.fixture(scope="module")
+def sources(source, tmp_path_factory):
+    """Where each kind of problems of a run is read from: folders in the formats of the hub."""
+    folder = tmp_path_factory.mktemp("tests")
+    return {"source": source, "test_source": source,
+            "math2_source": str(math2_of_the_hub(folder / "math2", ["Question", "Answer"], HARDER)),
+            "mmlu_source": str(mmlu_of_the_hub(folder / "mmlu", CHOICES))}
+
+
+def small(policy, sources):
     """The sizes of a run of the paper's scale, made small, on a model and data on disk."""
-    return {"policy": policy, "source": source, "test_source": source, "steps": 2,
+    return {"policy": policy, **sources, "steps": 2,
             "prompts_per_step": 2, "max_length": 8, "learning_rate": 1e-3, "eval_every": 1,
             "eval_problems": 4, "final_samples": 2, "base_samples": 2, "save_steps": 1, "rows": 5}
 
 
-def test_the_notebook_of_the_paper_scale_trains_a_model_on_disk(policy, source, tmp_path):
+def test_the_notebook_of_the_paper_scale_trains_a_model_on_disk(policy, sources, tmp_path):
     """The preset of the sweep, all but its sizes: the same keys, the same path."""
     preset = next(run for run in plan(sweep("on_policy"), "paper").values()
                   if (run["estimator"], run["placement"]) == ("k1", "reward"))
     papermill.execute_notebook(
         ROOT / "nbs/experiments/20_on_policy.ipynb", tmp_path / "out.ipynb",
-        preset | small(policy, source) | {"run_dir": str(tmp_path)}, progress_bar=False,
+        preset | small(policy, sources) | {"run_dir": str(tmp_path)}, progress_bar=False,
         cwd=ROOT / "nbs/experiments")
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == "done" and 0 <= status["final_pass_math"] <= 1
@@ -331,23 +354,75 @@ def test_the_notebook_of_the_paper_scale_trains_a_model_on_disk(policy, source, 
     base = pd.read_csv(tmp_path / "base_pass_rates.csv")
     assert base.prompt.str.endswith(REQUEST + "\n\n").all() and base.pass_rate.between(0, 1).all()
     assert math_prompt(ROWS[0][0])[0]["content"] + "\n\n" in set(base.prompt)
+    late = [f"pass_{name}" for name in ("math2", *SUBJECTS, "in", "out")]  # of the end alone
+    assert metrics[late].notna().all(axis=1).tolist() == [False, False, True]
+    assert metrics[late].isna().all(axis=1).tolist() == [True, True, False]
+    ends = {name: status[f"final_{name}"] for name in [*late, "pass_math"]}
+    assert ends["pass_in"] == pytest.approx((ends["pass_math"] + ends["pass_math2"]) / 2)
+    assert ends["pass_out"] == pytest.approx(sum(ends[f"pass_{name}"] for name in SUBJECTS) / 3)
+    rates = pd.read_csv(tmp_path / "final_rates.csv").set_index("task").rates.map(json.loads)
+    assert rates.map(len).to_dict() == {"math": 4, "math2": 2, **dict.fromkeys(SUBJECTS, 3)}
+    for name in rates.index:
+        assert sum(rates[name]) / len(rates[name]) == pytest.approx(ends[f"pass_{name}"])
+    assert set(sum(rates, [])) <= {0, .5, 1} and sum(sum(rates, [])) > 0
 
 
-def test_the_gallery_draws_runs_on_math(policy, source, tmp_path):
-    """Two configurations of the preset, made small, and the cells that draw the recorded study."""
-    jobs = [Job("on_policy", name, ROOT / "nbs/experiments/20_on_policy.ipynb", tmp_path / name,
-                parameters | small(policy, source) | {"run_dir": str(tmp_path / name)}, 1)
-            for name, parameters in plan(sweep("on_policy"), "paper").items()
-            if parameters["beta"] in (0, .1) and parameters["seed"] == 0
-            and parameters["policy"] == QWEN
-            and parameters["placement"] + parameters["estimator"] in ("nonek1", "lossk3")]
-    run_all([*jobs], 1, lambda job: [], print)
-    collect([job.folder for job in jobs], tmp_path / "tables", "paper")
-    drawn = {"runs_dir": str(tmp_path / "tables"), "out_dir": str(tmp_path / "figures")}
-    gallery = ROOT / "nbs/gallery/31_on_policy.ipynb"
-    papermill.execute_notebook(gallery, tmp_path / "out.ipynb", drawn | {"policy": policy},
-                               progress_bar=False, cwd=gallery.parent)
-    table = pd.read_csv(tmp_path / "figures/on_policy.csv")
-    assert {"K3 in loss", "no KL"} == set(table.configuration)
-    assert table.pass_math.between(0, 1).all() and "pass_out" not in table
-    assert (tmp_path / "figures/on_policy_beta_0.1.png").exists()
+def test_tests_of_other_tasks_than_math_are_refused(sources, tmp_path):
+    with pytest.raises(papermill.PapermillExecutionError, match="are for the task math, got 'sum'"):
+        papermill.execute_notebook(
+            ROOT / "nbs/experiments/20_on_policy.ipynb", tmp_path / "out.ipynb",
+            {"mmlu_source": sources["mmlu_source"], "run_dir": str(tmp_path)},
+            progress_bar=False, cwd=ROOT / "nbs/experiments")
+
+
+def is_made(run):
+    """One of the few runs of a preset that are made small to be drawn."""
+    return (run["beta"] in (0, .1) and run["seed"] == 0 and run["policy"] == QWEN
+            and run["placement"] + run["estimator"] in ("nonek1", "lossk1"))
+
+
+@pytest.fixture(scope="module")
+def tables(policy, sources, tmp_path_factory):
+    """The tables of two configurations of both presets, made small."""
+    folder = tmp_path_factory.mktemp("tables")
+    changed = {"on_policy": {}, "variants": {"steps": 8, "save_steps": 4, "learning_rate": 1e-2}}
+    for name, sizes in changed.items():
+        jobs = [Job(name, run, ROOT / "nbs/experiments/20_on_policy.ipynb", folder / run,
+                    parameters | small(policy, sources) | sizes | {"run_dir": str(folder / run)}, 1)
+                for run, parameters in plan(sweep(name), "paper").items() if is_made(parameters)]
+        assert len(jobs) == 2
+        run_all([*jobs], 1, lambda job: [], print)
+        collect([job.folder for job in jobs], folder / name / "paper", "paper")
+    return folder
+
+
+def drawn(name, tables, policy, folder):
+    """The table that a gallery notebook writes about the runs of the sweep `name`."""
+    gallery = sweep(name).gallery
+    papermill.execute_notebook(
+        gallery, folder / "out.ipynb",
+        {"runs_dir": str(tables / name / "paper"), "out_dir": str(folder), "policy": policy},
+        progress_bar=False, cwd=gallery.parent)
+    return pd.read_csv(folder / f"{name}.csv")
+
+
+def test_the_gallery_draws_runs_on_math(policy, tables, tmp_path):
+    """The cells that draw the recorded study draw runs at the paper's scale."""
+    table = drawn("on_policy", tables, policy, tmp_path)
+    assert {"K1 in loss", "no KL"} == set(table.configuration)
+    tests = ["math", "math2", *SUBJECTS, "in", "out"]
+    assert table[[f"pass_{name}" for name in tests]].stack().between(0, 1).all()
+    assert (tmp_path / "on_policy_beta_0.1.png").exists()
+    assert (tmp_path / "on_policy_tests.png").exists()
+
+
+def test_the_gallery_draws_variants_on_math(policy, tables, tmp_path):
+    """Beside the runs of the study with the same policy, seed and beta."""
+    table = drawn("variants", tables, policy, tmp_path)
+    assert set(zip(table.configuration, table.setting, table.runs, strict=True)) == {
+        (label, setting, 1) for label in ("K1 in loss", "no KL")
+        for setting in ("on-policy, not clipped", "4 minibatches")}
+    assert table[["pass_math", "pass_in", "pass_out"]].stack().between(0, 1).all()
+    assert (tmp_path / "variants.png").exists()
+    with pytest.raises(papermill.PapermillExecutionError, match="policy='nobody': one of .* is"):
+        drawn("variants", tables, "nobody", tmp_path)
