@@ -5,6 +5,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from kl_comedy import decoding, training
@@ -80,6 +81,50 @@ def test_generate_is_put_back_whatever_happens(base):
         assert "generate" in model.__dict__
         raise RuntimeError
     assert "generate" not in model.__dict__
+
+
+def test_nested_use_leaves_the_outer_one_and_what_was_there(base):
+    model, _ = load_policy()
+    model.generate = own = lambda **_: "own"
+    with fast_decoding(model):
+        outer = model.generate
+        with fast_decoding(model):
+            pass
+        assert model.generate is outer is not own
+    assert model.generate is own
+
+
+@pytest.mark.parametrize(("name", "value"), [("do_sample", False), ("num_beams", 2),
+                                             ("return_dict_in_generate", True)])
+def test_what_is_not_drawn_here_is_refused(base, name, value):
+    """Greedy decoding and beams would silently be samples."""
+    model, tokenizer = base
+    encoded = prompts(tokenizer, ("sum",), 2)
+    config = GenerationConfig(**dict(do_sample=True, max_new_tokens=3, eos_token_id=1,
+                                     pad_token_id=0) | {name: value})
+    with pytest.raises(ValueError, match=f"{name}={value}: only"):
+        model.generate(**encoded, generation_config=config, custom_generate=draw)
+
+
+def test_the_room_for_tokens_not_yet_drawn_is_not_copied(base):
+    """Few responses are as long as allowed. Copying all the room made long limits slow."""
+    gathered = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.index.Tensor:
+                gathered.append(found.numel())
+            return found
+
+    model, tokenizer = base
+    encoded = prompts(tokenizer, ("sum",), 2)
+    with torch.no_grad():
+        decoder = Decoder(model, 2, 5000)
+        decoder.read(encoded.input_ids, encoded.attention_mask)
+        with Watch():
+            decoder.add(torch.tensor([0, 0, 1]), torch.tensor([2, 3, 4]))
+    assert 0 < max(gathered) < decoder.cache.numel() / 100
 
 
 def scored(model, ids, attention, **others):
