@@ -19,10 +19,15 @@ def supported(model):
     "Whether `draw` computes what `model` does, and faster."
     if type(model) is not Qwen2ForCausalLM:
         return False
-    config = model.config
-    return (model.device.type == "cpu" and model.dtype == torch.float32
+    config, heads = model.config, model.config.num_attention_heads
+    plain = all(type(part).__module__.startswith(("torch.", "transformers."))
+                for part in model.modules())  # else an adapter's
+    mixed = hasattr(model, "_original_forward")  # accelerate's mark
+    return (plain and not mixed
+            and model.device.type == "cpu" and model.dtype == torch.float32
             and sum(weight.numel() for weight in model.parameters()) <= SMALL
-            and config.num_key_value_heads == config.num_attention_heads
+            and config.num_key_value_heads == heads
+            and model.model.layers[0].self_attn.head_dim == config.hidden_size // heads
             and config.rope_parameters["rope_type"] == "default"
             and config.hidden_act == "silu" and not config.use_sliding_window)
 
