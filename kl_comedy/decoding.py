@@ -19,10 +19,15 @@ def supported(model):
     "Whether `draw` computes what `model` does, and faster."
     if type(model) is not Qwen2ForCausalLM:
         return False
-    config = model.config
-    return (model.device.type == "cpu" and model.dtype == torch.float32
+    config, heads = model.config, model.config.num_attention_heads
+    plain = all(type(part).__module__.startswith(("torch.", "transformers."))
+                for part in model.modules())  # else an adapter's
+    mixed = hasattr(model, "_original_forward")  # accelerate's mark
+    return (plain and not mixed
+            and model.device.type == "cpu" and model.dtype == torch.float32
             and sum(weight.numel() for weight in model.parameters()) <= SMALL
-            and config.num_key_value_heads == config.num_attention_heads
+            and config.num_key_value_heads == heads
+            and model.model.layers[0].self_attn.head_dim == config.hidden_size // heads
             and config.rope_parameters["rope_type"] == "default"
             and config.hidden_act == "silu" and not config.use_sliding_window)
 
@@ -107,7 +112,9 @@ class Decoder(_Layers):
     def add(self, before, token):
         "Logits after `token`, (N,), where `before`, (N,), says which prefix came first."
         if not torch.equal(before, torch.arange(len(self.position))):
-            self.cache = self.cache[:, :, before]
+            read = self.cache[:, :, before, :, :self.length]  # not the room after it
+            self.cache = read.new_empty(*read.shape[:-2], *self.cache.shape[-2:])
+            self.cache[..., :self.length, :] = read
             self.hidden, self.position = self.hidden[before], self.position[before]
         self.position, self.length = self.position + 1, self.length + 1
         return self(token[:, None], self.position, self.length - 1, self.hidden)
@@ -116,6 +123,10 @@ class Decoder(_Layers):
 def draw(model, input_ids, logits_processor, stopping_criteria, generation_config,
          **model_kwargs):
     "`input_ids`, (B, T), and what `model` draws after them. For `custom_generate`."
+    for name, only in (("do_sample", True), ("num_beams", 1),
+                       ("return_dict_in_generate", False)):
+        if (value := getattr(generation_config, name)) != only:
+            raise ValueError(f"{name}={value!r}: only {only!r} is drawn here")
     (rows, start), ids = input_ids.shape, input_ids
     attention_mask = model_kwargs["attention_mask"]
     if attention_mask is None:  # all is read
@@ -140,12 +151,15 @@ def draw(model, input_ids, logits_processor, stopping_criteria, generation_confi
 @contextmanager
 def fast_decoding(model):
     "Inside, `model.generate` draws with `draw`, if `model` is `supported`."
+    own = model.__dict__.get("generate")
     if supported(model):
         model.generate = partial(model.generate, custom_generate=draw)
     try:
         yield
     finally:
         model.__dict__.pop("generate", None)
+        if own is not None:
+            model.generate = own
 
 # %% ../nbs/library/13d_decoding.ipynb #7cae6806
 def once(forward):

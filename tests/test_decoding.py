@@ -5,10 +5,12 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from kl_comedy import decoding, training
-from kl_comedy.decoding import Decoder, draw, equal_rows_once, fast_decoding
+from kl_comedy.decoding import Decoder, draw, equal_rows_once, fast_decoding, supported
 from kl_comedy.placement import KLConfig
 from kl_comedy.policy import end_tokens, load_policy, sampling
 from kl_comedy.runs import Run
@@ -82,6 +84,64 @@ def test_generate_is_put_back_whatever_happens(base):
     assert "generate" not in model.__dict__
 
 
+def test_nested_use_leaves_the_outer_one_and_what_was_there(base):
+    model, _ = load_policy()
+    model.generate = own = lambda **_: "own"
+    with fast_decoding(model):
+        outer = model.generate
+        with fast_decoding(model):
+            pass
+        assert model.generate is outer is not own
+    assert model.generate is own
+
+
+@pytest.mark.parametrize(("name", "value"), [("do_sample", False), ("num_beams", 2),
+                                             ("return_dict_in_generate", True)])
+def test_what_is_not_drawn_here_is_refused(base, name, value):
+    """Greedy decoding and beams would silently be samples."""
+    model, tokenizer = base
+    encoded = prompts(tokenizer, ("sum",), 2)
+    config = GenerationConfig(**dict(do_sample=True, max_new_tokens=3, eos_token_id=1,
+                                     pad_token_id=0) | {name: value})
+    with pytest.raises(ValueError, match=f"{name}={value}: only"):
+        model.generate(**encoded, generation_config=config, custom_generate=draw)
+
+
+def test_the_room_for_tokens_not_yet_drawn_is_not_copied(base):
+    """Few responses are as long as allowed. Copying all the room made long limits slow."""
+    gathered = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found = func(*args, **(kwargs or {}))
+            if func is torch.ops.aten.index.Tensor:
+                gathered.append(found.numel())
+            return found
+
+    model, tokenizer = base
+    encoded = prompts(tokenizer, ("sum",), 2)
+    with torch.no_grad():
+        decoder = Decoder(model, 2, 5000)
+        decoder.read(encoded.input_ids, encoded.attention_mask)
+        with Watch():
+            decoder.add(torch.tensor([0, 0, 1]), torch.tensor([2, 3, 4]))
+    assert 0 < max(gathered) < decoder.cache.numel() / 100
+
+
+def test_a_model_with_an_adapter_is_left_to_transformers():
+    """Its own weights are not all of its weights: draws would be the base policy's."""
+    model, tokenizer = load_policy()
+    assert supported(model)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"],
+                                       init_lora_weights=False), model)
+    assert not supported(model)
+    encoded, found = prompts(tokenizer, ("sum",), 8), []
+    for path in ({}, {"custom_generate": None}):
+        with sampling(model, tokenizer, 0, 1.0):
+            found.append(model.generate(**encoded, **path))
+    assert torch.equal(*found)
+
+
 def scored(model, ids, attention, **others):
     "Logits of a batch and the gradients of a sum that weighs every one of them differently."
     model.zero_grad()
@@ -139,7 +199,7 @@ def test_dropout_is_drawn_for_every_row():
 
 def test_training_draws_with_it_and_learns_the_same(base, tmp_path, monkeypatch):
     """Two runs: as shipped, and with nothing but transformers. The same samples and losses."""
-    calls = []
+    calls, read = [], {"fast": [], "slow": []}
 
     def counted(*args, **kwargs):
         calls.append(1)
@@ -156,6 +216,12 @@ def test_training_draws_with_it_and_learns_the_same(base, tmp_path, monkeypatch)
             monkeypatch.setattr(training, "fast_decoding", slow)
             monkeypatch.setattr(training, "equal_rows_once", slow)
         model, tokenizer = load_policy()
+
+        def count(_, __, found, name=name):
+            if torch.is_grad_enabled():
+                read[name].append(len(found[0]))
+
+        model.model.register_forward_hook(count)
         run = Run(tmp_path / name, {})
         trainer = training.build_trainer(
             KLConfig("k1", "reward", 0.1), model, tokenizer,
@@ -169,5 +235,20 @@ def test_training_draws_with_it_and_learns_the_same(base, tmp_path, monkeypatch)
         logged.append(run.metrics().set_index("step").loc[1:, names])
         drawn.append(len(calls))
     assert drawn == [3, 3]
+    assert read["slow"] == [10] * 3 and len(read["fast"]) == 3 and sum(read["fast"]) < 30
     assert np.allclose(*logged, rtol=1e-3, atol=1e-5)
     assert (logged[0].length == logged[1].length).all() and len(logged[0]) == 3
+    assert (logged[0].grad_norm > 0).all() and (logged[0].reward > 0).any()
+
+
+def test_mixed_precision_is_left_to_transformers(tmp_path):
+    """The policy that is scored in bfloat16 is the one that must be drawn from."""
+    for bf16 in (False, True):
+        model, tokenizer = load_policy()
+        trainer = training.build_trainer(
+            KLConfig("k1", "reward", 0.1), model, tokenizer,
+            to_dataset(stream("sum", "train", 2, 0)), reward, tmp_path / str(bf16), seed=0,
+            learning_rate=1e-4, warmup_steps=1, prompts_per_step=2, group_size=2,
+            max_length=8, save_steps=1, bf16=bf16)
+        trainer.train()
+        assert supported(trainer.model) == supported(trainer.ref_model) == (not bf16)

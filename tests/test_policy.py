@@ -21,9 +21,11 @@ from kl_comedy.policy import (
     MAX_NEW_TOKENS,
     complete,
     completion_logits,
+    decode,
     evaluate,
     load_policy,
     new_policy,
+    pass_rates,
     sample,
     sampling,
     save_policy,
@@ -201,6 +203,22 @@ def test_padding_does_not_change_the_logits_of_a_completion(base):
         torch.testing.assert_close(together[row], logits[-drawn - 1:-1], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("size", [1, 5, 256])
+def test_equal_prompts_and_answers_keep_their_places(base, size):
+    """Equal neighbours are encoded once, and equal rows decoded once."""
+    model, tok = base
+    one, other, third = (mixed()[i].prompt for i in (0, 3, 8))
+    asked, drawn, found = [one, one, other, one, third, third, *[one] * 10], [], []
+    with sampling(model, tok, 0, 1.0):
+        for ids, attention, completion in complete(model, tok, asked, size):
+            drawn += [(ids[i][attention[i] & ~completion[i]], ids[i][completion[i]])
+                      for i in range(len(ids))]
+            found += decode(tok, ids, completion)
+    assert [tok.decode(prompt) for prompt, _ in drawn] == asked
+    assert found == [tok.decode(text, skip_special_tokens=True) for _, text in drawn]
+    assert len(set(found[6:])) < 10 and len(set(found)) > 3 and tok.eos_token not in "".join(found)
+
+
 def test_what_stands_in_the_padding_changes_nothing(base):
     model, tok = base
     with sampling(model, tok, 0, 1.0):
@@ -327,6 +345,14 @@ def test_pass_rates_and_their_standard_error(base):
     assert result["pass_at_1"] == pytest.approx(rates.mean().item())
     assert result["pass_at_1_se"] == pytest.approx(rates.std().item() / math.sqrt(20))
     assert math.isnan(evaluate(*base, problems("sort", "test", 1), 2, seed=0)["pass_at_1_se"])
+
+
+def test_pass_rates_alone_are_those_of_an_evaluation(base):
+    asked = mixed()
+    rates = pass_rates(*base, asked, 3, seed=2)
+    assert rates == evaluate(*base, asked, 3, seed=2)["pass_rates"] and len(set(rates)) > 2
+    assert rates == [fmean(is_correct(problem, text) for text in texts) for problem, texts
+                     in zip(asked, sample(*base, asked, 3, seed=2), strict=True)]
 
 
 def test_completions_that_were_cut_off_are_counted_and_wrong():
