@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['CUT', 'WINDOW', 'SURE', 'CAUSES', 'AGGREGATION', 'objective', 'warn_about', 'check_settings', 'scaled', 'NotFinite',
-           'KLRLOOTrainer', 'KLGRPOTrainer', 'stock_trainer']
+           'dropout_of', 'KLRLOOTrainer', 'KLGRPOTrainer', 'stock_trainer']
 
 # %% ../nbs/library/14_trainer.ipynb #a77cd0bd
 import copy
@@ -87,9 +87,10 @@ def scaled(kl, args):
 # %% ../nbs/library/14_trainer.ipynb #a98c614b
 WINDOW = 20  # batches over which K1 is added up
 SURE = 20    # nats: samples of the policy reach -SURE with probability below e^-SURE = 2e-9
-CAUSES = ("dropout is active (set disable_dropout=True), the reference is not the policy's "
-          "start (an adapter's base, weights changed after loading, another revision), "
-          "reference log-probs are missing, or the temperatures differ")
+CAUSES = ("dropout is active (set disable_dropout=True; in attention load the model with "
+          "attention_dropout=0.0), the reference is not the policy's start (an adapter's "
+          "base, weights changed after loading, another revision), reference log-probs are "
+          "missing, or the temperatures differ")
 
 class NotFinite(ValueError):
     "A log-prob that is nan or infinite: the message has sequence and token."
@@ -168,21 +169,50 @@ class _Watch:
                 "top_k, top_p or min_p, a temperature, stale weights")
 
 # %% ../nbs/library/14_trainer.ipynb #23ec86c6
+def dropout_of(model):
+    "What to do about active dropout; None if there is none."
+    for part in model.modules():
+        if isinstance(part, torch.nn.Dropout) and part.p > 0:
+            return "set disable_dropout=True"
+        rate = getattr(part, "attention_dropout", 0)
+        if isinstance(rate, float) and rate > 0:
+            return "load the model with attention_dropout=0.0"
+
+# %% ../nbs/library/14_trainer.ipynb #1f3415f6
 class _KLTrainer(_Watch, Penalty):
-    def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, *, kl,
+    def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, *, kl=None,
                  **kwargs):
         args = args or self.config_class()
+        if not isinstance(args, self.config_class):
+            raise ValueError(f"args: a {self.config_class.__name__} is needed, got a "
+                             f"{type(args).__name__}")
         check_settings(kl, args)
         warn_about(kl)
         args = copy.copy(args)
         args.beta = kl.beta if kl.active else 0.0  # above 0, TRL loads the reference
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         self.kl, self.beta = kl, 0.0               # and from here on TRL adds no KL
-        if kl.active and any(isinstance(m, torch.nn.Dropout) and m.p > 0
-                             for m in self.model.modules()):
-            warnings.warn("dropout is active: the log-probs are those of a thinned policy, "
-                          "which drew nothing; set disable_dropout=True", stacklevel=2)
+        if kl.active:
+            self.caution()
         self.warned, self.seen = set(), deque(maxlen=WINDOW)
+
+    def caution(self):
+        "Warn of settings under which the gradient is not that of the objective's name."
+        if remedy := dropout_of(self.model):
+            warnings.warn("dropout is active: log-probs are then those of a policy without "
+                          f"some of its units, which drew no response; {remedy}",
+                          stacklevel=3)
+        how = AGGREGATION.get(getattr(self, "loss_type", ""), "")
+        if "another" in how:
+            warnings.warn(f"args.loss_type={self.loss_type!r}: the penalty is {how}. It is "
+                          "that of a whole response with loss_type='luspo', and up to a "
+                          "factor with 'dr_grpo'", stacklevel=3)
+        if not self.aligned and self.kl.importance == "none":
+            warnings.warn("several steps are made on a batch: from the second on its "
+                          "responses are an earlier policy's, and with importance='none' "
+                          f"the gradient is no longer that of {objective(self.kl)}. "
+                          "importance='sequence' corrects that, with more variance the "
+                          "further the policies are apart", stacklevel=3)
 
     def objective(self):
         "What is optimised, in a line."
@@ -197,6 +227,10 @@ class _KLTrainer(_Watch, Penalty):
         if not self.aligned:
             parts.append("on-policy; in later steps on a batch the penalty is weighted by "
                          f"importance={self.kl.importance!r}")
+        if self.temperature != 1:
+            parts.append(f"of the policies at temperature {self.temperature:g}")
+        if self.args.sync_ref_model:
+            parts.append("to a reference that follows the policy (sync_ref_model)")
         parts.append(AGGREGATION[getattr(self, "loss_type", "luspo")])
         return ", ".join(parts)
 

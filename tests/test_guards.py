@@ -6,7 +6,7 @@ import micro
 import pytest
 import torch
 from micro import BETA, DRAWN, STOCK
-from trl import RLOOConfig
+from trl import GRPOConfig, RLOOConfig
 
 from kl_comedy import trainer as module
 from kl_comedy.placement import KLConfig
@@ -136,6 +136,48 @@ def test_active_dropout_is_seen(estimator, tmp_path):
         layer.self_attn.attention_dropout = 0.5
     with pytest.raises(ValueError, match="dropout is active"):
         built.compute_loss(built.model, micro.answer(built, [(1, 2, 1), (2, 2, 1)]))
+
+
+def test_dropout_is_found_in_modules_and_in_attention(tmp_path):
+    """TRL's own switch turns off the first and not the second."""
+    model = micro.trainer("rloo", KLConfig(), tmp_path).model
+    assert module.dropout_of(model) is None
+    model.model.layers[0].self_attn.attention_dropout = 0.05
+    assert module.dropout_of(model) == "load the model with attention_dropout=0.0"
+    model.extra = torch.nn.Dropout(0.1)
+    model.model.layers[0].self_attn.attention_dropout = 0.0
+    assert module.dropout_of(model) == "set disable_dropout=True"
+
+
+@pytest.mark.parametrize(("kl", "warned"), [
+    (KLConfig(), True), (KLConfig(importance="sequence"), False), (KLConfig(placement="none"), False)])
+def test_several_steps_on_a_batch_are_warned_of_where_nothing_corrects_them(kl, warned, tmp_path):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        micro.trainer("rloo", kl, tmp_path, num_iterations=2)
+    assert any("several steps are made on a batch" in str(w.message) for w in seen) == warned
+
+
+@pytest.mark.parametrize(("loss_type", "warned"), [
+    ("grpo", True), ("sapo", True), ("luspo", False), ("dr_grpo", False), ("dapo", False)])
+def test_a_mean_over_the_tokens_of_a_response_is_warned_of(loss_type, warned, tmp_path):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        micro.trainer("grpo", KLConfig(), tmp_path, loss_type=loss_type)
+    assert any("loss_type" in str(w.message) for w in seen) == warned
+
+
+def test_what_changes_the_meaning_of_the_kl_is_printed(tmp_path):
+    built = micro.trainer("rloo", KLConfig(), tmp_path, temperature=0.7, sync_ref_model=True)
+    assert "of the policies at temperature 0.7" in built.objective()
+    assert "to a reference that follows the policy (sync_ref_model)" in built.objective()
+
+
+def test_the_other_trainers_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="args: a RLOOConfig is needed, got a GRPOConfig"):
+        KLRLOOTrainer("unused", args=GRPOConfig(str(tmp_path), bf16=False), kl=KLConfig())
+    with pytest.raises(ValueError, match="kl=None: a KLConfig is needed"):
+        KLRLOOTrainer("unused", args=RLOOConfig(str(tmp_path), bf16=False))
 
 
 @pytest.mark.parametrize(("which", "name"), [("model", "logp"), ("ref_model", "ref_logp")])
