@@ -150,7 +150,8 @@ def test_dropout_is_found_in_modules_and_in_attention(tmp_path):
 
 
 @pytest.mark.parametrize(("kl", "warned"), [
-    (KLConfig(), True), (KLConfig(importance="sequence"), False), (KLConfig(placement="none"), False)])
+    (KLConfig(), True), (KLConfig(importance="sequence"), False),
+    (KLConfig(placement="none"), False)])
 def test_several_steps_on_a_batch_are_warned_of_where_nothing_corrects_them(kl, warned, tmp_path):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
