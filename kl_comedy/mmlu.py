@@ -9,12 +9,12 @@ __all__ = ['SUBJECTS', 'LETTERS', 'CHOOSE', 'FONT', 'CHOICE', 'Row', 'mmlu_promp
 # %% ../nbs/library/12c_mmlu.ipynb #221c56a2
 import csv
 import re
-import warnings
 from pathlib import Path
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
 
+from .math_task import check_size
 from .rewards import Problem, last_boxed
 
 # %% ../nbs/library/12c_mmlu.ipynb #b2fa8dd3
@@ -102,8 +102,6 @@ def load_mmlu(source: str | Path, subject: str) -> list[Problem]:
         if not question or len(choices) != len(LETTERS) or letter not in [*LETTERS]:
             raise ValueError(f"row {i} of {name} is no question with four choices and an "
                              f"answer: {question!r}, {choices!r}, {letter!r}")
-    if len(rows) != SUBJECTS[subject]:
-        warnings.warn(f"{name} has {len(rows):,} rows, not {SUBJECTS[subject]}",
-                      stacklevel=2)
+    check_size(name, len(rows), (SUBJECTS[subject],))
     return [Problem(subject, mmlu_prompt(question, choices), letter)
             for question, choices, letter in rows]

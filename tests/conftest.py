@@ -22,3 +22,10 @@ def exact(monkeypatch):
     warnings.simplefilter("ignore")
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """Data sets are kept in a cache of the test's own, and no hub is asked."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -22,10 +22,7 @@ ROWS = [("What is $2+3$?", "We add: $\\boxed{5}$.", "5"),
 GOLDS = [gold for _, _, gold in ROWS if gold]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture

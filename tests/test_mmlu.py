@@ -21,10 +21,7 @@ ROWS = [("What is\nlight?", ["a wave", "a ray", "both", "neither"], "C"),
 real = pytest.mark.skipif(not FOLDER.exists(), reason="the files of MMLU are not here")
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 @pytest.fixture
