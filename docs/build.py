@@ -22,7 +22,7 @@ import pandas as pd
 from execnb.nbio import mk_cell, write_nb
 from nbdev.process import NBProcessor
 
-from kl_comedy.sweeps import load_sweep, plan
+from kl_comedy.study.sweeps import load_sweep, plan
 
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
@@ -105,10 +105,10 @@ def stage_notebook(path, executed):
 def stage_api(module):
     "Write the API page of one exported module, a path of a Python file, to docs/_src/api."
     text = module.read_text()
-    notebook = re.search(r"File to edit: \.\./(nbs/.*)\.ipynb", text)
+    notebook = re.search(r"File to edit: (?:\.\./)+(nbs/.*)\.ipynb", text)
     if notebook is None:
         return
-    name = f"kl_comedy.{module.stem}"
+    name = ".".join(module.relative_to(ROOT).with_suffix("").parts)
     lines = [name, "=" * len(name), "", f"The chapter: :doc:`/{notebook[1]}`.", "",
              f".. automodule:: {name}"]
     for node in ast.parse(text).body:  # constants, which automodule leaves out
@@ -116,7 +116,7 @@ def stage_api(module):
             if isinstance(constant, ast.Name) and isinstance(constant.ctx, ast.Store) and (
                     not constant.id.startswith("_")):
                 lines += ["", f".. py:data:: {constant.id}", f"   :module: {name}"]
-    (SRC / "api" / f"{module.stem}.rst").write_text("\n".join(lines) + "\n")
+    (SRC / "api" / f"{name}.rst").write_text("\n".join(lines) + "\n")
 
 
 def stage():
@@ -132,10 +132,10 @@ def stage():
     for path in (p.relative_to(ROOT) for name in LINKED for p in ROOT.glob(name)):
         if path.as_posix() not in PAGES:
             (SRC / path).symlink_to(ROOT / path)
-    notebooks = sorted(p.relative_to(ROOT) for p in ROOT.glob("nbs/*/*.ipynb"))
+    notebooks = sorted(p.relative_to(ROOT) for p in ROOT.glob("nbs/**/*.ipynb"))
     for path in notebooks:
         stage_notebook(path, path.parent.name != "experiments")
-    for module in sorted(ROOT.glob("kl_comedy/[a-z]*.py")):
+    for module in sorted(ROOT.glob("kl_comedy/**/[a-z]*.py")):
         stage_api(module)
     return [SRC / path for path in notebooks if path.parent.name != "experiments"]
 

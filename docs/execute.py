@@ -18,7 +18,8 @@ from execnb.nbio import read_nb, write_nb
 from execnb.shell import CaptureShell
 from PIL import Image
 
-PRELOADED = ["kl_comedy.report", "kl_comedy.trainer", "kl_comedy.audit", "papermill"]
+PRELOADED = ["kl_comedy.report.figures", "kl_comedy.trainers.rloo_grpo",
+             "kl_comedy.auditing.audit", "papermill"]
 TIMEOUT = 300  # seconds of one notebook
 FORK = multiprocessing.get_context("fork")
 

@@ -11,12 +11,12 @@ import torch
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 from trl import GRPOConfig, RLOOConfig
 
-from kl_comedy.lab import PrefixTreePolicy
-from kl_comedy.placement import KLConfig
-from kl_comedy.trainer import KLGRPOTrainer, KLRLOOTrainer
-from kl_comedy.trainer_audit import micro_model as model  # noqa: F401
-from kl_comedy.trainer_audit import micro_tokenizer as tokenizer
-from kl_comedy.trainer_audit import micro_trainer, respond
+from kl_comedy.auditing.trainer import micro_model as model  # noqa: F401
+from kl_comedy.auditing.trainer import micro_tokenizer as tokenizer
+from kl_comedy.auditing.trainer import micro_trainer, respond
+from kl_comedy.lab.gradients import PrefixTreePolicy
+from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.trainers.rloo_grpo import KLGRPOTrainer, KLRLOOTrainer
 
 END, V, LENGTH, PROMPT = 0, 3, 3, "ab"
 RESPONSES = [r for n in range(1, LENGTH + 1) for r in itertools.product(range(V), repeat=n)

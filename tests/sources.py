@@ -4,7 +4,7 @@ import csv
 
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
-from kl_comedy.mmlu import LETTERS, SUBJECTS
+from kl_comedy.tasks.mmlu import LETTERS, SUBJECTS
 
 FEATURES = Features({"question": Value("string"), "subject": Value("string"),
                      "choices": Sequence(Value("string")), "answer": ClassLabel(names=[*LETTERS])})

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kl_comedy.audit import audit, from_dict, to_dict
-from kl_comedy.estimators import exact_kl
-from kl_comedy.expectation import expect
-from kl_comedy.lab import expected_gradient, named_objective
-from kl_comedy.placement import CHOICES, KLConfig, kl_surrogate
-from kl_comedy.surrogate import Toy
+from kl_comedy.auditing.audit import audit, from_dict, to_dict
+from kl_comedy.auditing.expectation import expect
+from kl_comedy.auditing.toy import Toy
+from kl_comedy.lab.gradients import expected_gradient, named_objective
+from kl_comedy.theory.estimators import exact_kl
+from kl_comedy.theory.surrogate import CHOICES, KLConfig, kl_surrogate
 
 SEQ, TOK, FWD = "sequence reverse KL", "token reverse KL", "token forward KL"
 EACH = ", averaged over each response's tokens"
@@ -491,7 +491,7 @@ def test_the_audit_runs_where_only_torch_and_numpy_are():
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({blocked}))  # importing any of them now raises
-from kl_comedy.audit import audit, to_dict
+from kl_comedy.auditing.audit import audit, to_dict
 import json
 json.dumps(to_dict(audit(lambda b: (b.logp * b.mask).sum())))
 """

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from kl_comedy import cli
-from kl_comedy.claims import (
+from kl_comedy.files import FileError
+from kl_comedy.report.claims import (
     Records,
     as_table,
     beside,
@@ -20,8 +21,8 @@ from kl_comedy.claims import (
     judge,
     read_claims,
 )
-from kl_comedy.placement import KLConfig
-from kl_comedy.sweeps import SweepError, load_sweep, plan
+from kl_comedy.study.sweeps import load_sweep, plan
+from kl_comedy.theory.surrogate import KLConfig
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = ROOT / "data/claims.yaml"
@@ -187,7 +188,7 @@ def test_beside_a_figure_stands_the_claim_with_its_verdict_effect_interval_and_r
     assert "beta 0.05 (+0.200 [+0.200, +0.200], n = 4). Does not hold: pass@1 out-of-" in better
     assert "cpu: not yet run.** Holds: stable: K3 in loss, beta 0.05 (0 of 4 runs" in stable
     assert " unstable [0%, 60%]). Not yet run: " in stable
-    with pytest.raises(SweepError, match="no claim C99"):
+    with pytest.raises(FileError, match="no claim C99"):
         beside(CLAIMS, tmp_path, ["C99"])
 
 
@@ -237,7 +238,7 @@ def test_a_check_that_cannot_be_made_is_refused(change, words, tmp_path):
     claim["checks"][0] |= change
     path = tmp_path / "claims.yaml"
     path.write_text(yaml.safe_dump(content))
-    with pytest.raises(SweepError, match=words):
+    with pytest.raises(FileError, match=words):
         read_claims(path)
 
 
@@ -246,7 +247,7 @@ def test_a_lacking_rule_is_named(tmp_path):
     del content["claims"][0]["rule"]
     path = tmp_path / "claims.yaml"
     path.write_text(yaml.safe_dump(content))
-    with pytest.raises(SweepError, match="claim C1: rule missing"):
+    with pytest.raises(FileError, match="claim C1: rule missing"):
         read_claims(path)
 
 

@@ -12,7 +12,7 @@ from toy import SWEEP, make_clone, start, wait_for, write_notebook
 
 from kl_comedy import __version__
 from kl_comedy.cli import main
-from kl_comedy.sweeps import load_sweep
+from kl_comedy.study.sweeps import load_sweep
 
 COMMAND = Path(sys.executable).with_name("kl_comedy")
 

@@ -9,12 +9,13 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
-from kl_comedy import decoding, training
-from kl_comedy.decoding import Decoder, draw, equal_rows_once, fast_decoding, supported
-from kl_comedy.placement import KLConfig
-from kl_comedy.policy import end_tokens, load_policy, sampling
-from kl_comedy.runs import Run
-from kl_comedy.tasks import TASKS, problems, reward, stream, to_dataset
+from kl_comedy.policies import decoding
+from kl_comedy.policies.decoding import Decoder, draw, equal_rows_once, fast_decoding, supported
+from kl_comedy.policies.policy import end_tokens, load_policy, sampling
+from kl_comedy.study import training
+from kl_comedy.study.runs import Run
+from kl_comedy.tasks.characters import TASKS, problems, reward, stream, to_dataset
+from kl_comedy.theory.surrogate import KLConfig
 
 
 @pytest.fixture(scope="module")

@@ -17,10 +17,10 @@ import pytest
 from execnb.nbio import mk_cell, read_nb, write_nb
 from matplotlib import pyplot as plt
 from PIL import Image
-from website import DOCS, MODULES, ROOT, Page, exported, pages_of
+from website import DOCS, MODULES, ROOT, Page, dotted, exported, pages_of
 
 from kl_comedy import __version__
-from kl_comedy.libraries import load_records, rows
+from kl_comedy.auditing.libraries import load_records, rows
 
 sys.path.insert(0, str(DOCS))
 import build  # noqa: E402
@@ -93,7 +93,7 @@ def test_every_exported_name_is_in_the_api_pages(site, module):
 def test_every_notebook_is_a_page_in_the_menu(site):
     home = {urlsplit(link).path for link in Page(site / "index.html").links}
     notebooks = {p.relative_to(ROOT).with_suffix(".html").as_posix()
-                 for p in ROOT.glob("nbs/*/*.ipynb")}
+                 for p in ROOT.glob("nbs/**/*.ipynb")}
     assert notebooks <= home
 
 
@@ -258,7 +258,7 @@ def test_the_menu_leads_from_the_choice_to_the_reference(site):
     links = [urlsplit(link).path for link in Page(site / "index.html").links]
     order = ["nbs/gallery/36_choose", "nbs/derivations/01_estimators", "nbs/derivations/08_optimum",
              "nbs/gallery/31_on_policy", "nbs/gallery/30b_figure1", "nbs/gallery/35_claims",
-             "nbs/gallery/34_libraries", "nbs/library/10_surrogate", "nbs/adapters/trl",
+             "nbs/gallery/34_libraries", "nbs/auditing/01_toy", "nbs/auditing/adapters/trl",
              "nbs/experiments/20_on_policy", "api/index", "reproduce", "CHANGELOG",
              "CONTRIBUTING"]
     menu = list(dict.fromkeys(link for link in links if link in {f"{x}.html" for x in order}))
@@ -277,11 +277,11 @@ def search_index(site):
 def test_search_finds_every_exported_name(site):
     objects = search_index(site)["objects"]
     known = {f"{prefix}.{entry[-1]}" for prefix, entries in objects.items() for entry in entries}
-    wanted = {f"kl_comedy.{m.stem}.{name}" for m in MODULES for name in exported(m)}
+    wanted = {f"{dotted(m)}.{name}" for m in MODULES for name in exported(m)}
     assert wanted - known == set()
 
 
-NOTEBOOKS = [p.relative_to(ROOT) for p in sorted(ROOT.glob("nbs/*/*.ipynb"))]
+NOTEBOOKS = [p.relative_to(ROOT) for p in sorted(ROOT.glob("nbs/**/*.ipynb"))]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)

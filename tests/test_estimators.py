@@ -6,8 +6,8 @@ from decimal import Decimal, localcontext
 import pytest
 import torch
 
-from kl_comedy import estimators
-from kl_comedy.estimators import ESTIMATORS, exact_kl, k1, k2, k3, log_ratio
+from kl_comedy.theory import estimators
+from kl_comedy.theory.estimators import ESTIMATORS, exact_kl, k1, k2, k3, log_ratio
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 WIDE = {torch.float32: torch.float32, torch.float64: torch.float64,

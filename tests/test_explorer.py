@@ -16,7 +16,7 @@ import torch
 from chromium import in_a_browser
 from scipy.optimize import minimize
 
-from kl_comedy.lab import (
+from kl_comedy.lab.gradients import (
     Policy,
     divergence,
     exact_gradient,
@@ -24,9 +24,9 @@ from kl_comedy.lab import (
     occupancy,
     recent_policy,
 )
-from kl_comedy.placement import CHOICES, KLConfig
-from kl_comedy.report import COLOURS, LABELS
-from kl_comedy.variance import gradient_variance
+from kl_comedy.lab.variance import gradient_variance
+from kl_comedy.report.figures import COLOURS, LABELS
+from kl_comedy.theory.surrogate import CHOICES, KLConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 CONFIGS = [config for config in LABELS.values() if config.placement != "none"]

@@ -8,9 +8,9 @@ import torch
 from micro import BETA, DRAWN, STOCK
 from trl import GRPOConfig, RLOOConfig
 
-from kl_comedy import trainer as module
-from kl_comedy.placement import KLConfig
-from kl_comedy.trainer import KLRLOOTrainer, NotFinite, objective
+from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.trainers import rloo_grpo as module
+from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer, NotFinite, objective
 
 pytestmark = pytest.mark.usefixtures("exact")
 

@@ -4,7 +4,7 @@ import itertools
 import pytest
 import torch
 
-from kl_comedy.lab import (
+from kl_comedy.lab.gradients import (
     TARGETS,
     MarkovPolicy,
     Policy,
@@ -18,8 +18,8 @@ from kl_comedy.lab import (
     recent_policy,
     sample_gradients,
 )
-from kl_comedy.placement import CHOICES, KLConfig
-from kl_comedy.variance import gradient_variance, sampled_statistics
+from kl_comedy.lab.variance import gradient_variance, sampled_statistics
+from kl_comedy.theory.surrogate import CHOICES, KLConfig
 
 
 def allowed_configs():

@@ -11,11 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kl_comedy import environments as environments_module
-from kl_comedy import libraries
-from kl_comedy.cli import main
-from kl_comedy.environments import AuditError, Recipe, environment_key, load_recipes
-from kl_comedy.libraries import (
+from kl_comedy.auditing import libraries
+from kl_comedy.auditing import venvs as environments_module
+from kl_comedy.auditing.libraries import (
     as_text,
     audit_library,
     load_records,
@@ -25,6 +23,8 @@ from kl_comedy.libraries import (
     settings_for,
     verdict,
 )
+from kl_comedy.auditing.venvs import AuditError, Recipe, environment_key, load_recipes
+from kl_comedy.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
 ADAPTER = '''
@@ -33,7 +33,7 @@ from importlib.util import find_spec
 from absent.kernels import fast
 import tiny
 from tiny import penalty
-from kl_comedy.adapter import Setting
+from kl_comedy.auditing.adapter import Setting
 
 assert find_spec("transformers") is None, "the environment is not its own"
 assert "site-packages/tiny" in sys.modules["tiny"].__file__
@@ -82,7 +82,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("shared")
     shutil.copytree(ROOT / "kl_comedy", folder / "kl_comedy",
                     ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "kl_comedy" / "adapters" / "tiny_library.py").write_text(ADAPTER)
+    (folder / "kl_comedy" / "auditing" / "adapters" / "tiny_library.py").write_text(ADAPTER)
     write_wheel(folder)
     return folder
 
@@ -135,7 +135,7 @@ def test_a_library_is_installed_asked_and_recorded(tiny, folder, tmp_path):
      "SystemExit: usage: --k3"),
 ])
 def test_lines_that_the_library_does_not_take_are_refused(tiny, folder, parse, words):
-    adapter = folder / "kl_comedy" / "adapters" / "tiny_library.py"
+    adapter = folder / "kl_comedy" / "auditing" / "adapters" / "tiny_library.py"
     kept = adapter.read_text()
     adapter.write_text(kept.replace("return tiny.parse(lines)", parse))
     try:
@@ -259,7 +259,7 @@ def test_the_command(monkeypatch, capsys):
 @pytest.mark.parametrize("name", load_recipes(ROOT))
 def test_a_recipe_is_whole_and_recorded(name):
     recipe, found = load_recipes(ROOT)[name], load_records(ROOT / "data" / "libraries")[name]
-    assert (ROOT / "kl_comedy" / "adapters" / f"{name}.py").is_file()
+    assert (ROOT / "kl_comedy" / "auditing" / "adapters" / f"{name}.py").is_file()
     if recipe.requirements is not None:
         pins = recipe.requirements.split()
         assert all(re.fullmatch(r"[\w.\-]+==[\w.+!\-]+", pin) for pin in pins)
@@ -287,7 +287,7 @@ def test_what_was_only_read_says_where_and_what_is_open():
 
 
 def test_the_lines_that_were_recorded_are_those_of_the_adapters():
-    from kl_comedy.adapters import trl
+    from kl_comedy.auditing.adapters import trl
 
     found = load_records(ROOT / "data" / "libraries")["trl"]
     for setting in found["settings"]:

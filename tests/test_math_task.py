@@ -7,10 +7,17 @@ from random import Random
 import pytest
 from sources import math2_of_the_hub
 
-from kl_comedy import math_task
-from kl_comedy.math_task import load_math, load_math2, math_gold, math_prompt
-from kl_comedy.rewards import Problem
-from kl_comedy.tasks import demonstration, is_correct, math_verifier, problems, reward, to_dataset
+from kl_comedy.tasks import math as math_task
+from kl_comedy.tasks.characters import (
+    demonstration,
+    is_correct,
+    math_verifier,
+    problems,
+    reward,
+    to_dataset,
+)
+from kl_comedy.tasks.math import load_math, load_math2, math_gold, math_prompt
+from kl_comedy.tasks.verifier import Problem
 
 ROWS = [("What is $2+3$?", "We add: $\\boxed{5}$.", "5"),
         ("Halve $3$.", "Not $\\boxed{1}$ but $\\boxed{\\frac{3}{2}}$.", "\\frac{3}{2}"),

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from sources import mmlu_of_the_authors, mmlu_of_the_hub
 
-from kl_comedy import mmlu
-from kl_comedy.mmlu import LETTERS, SUBJECTS, check_letter, load_mmlu, mmlu_prompt
-from kl_comedy.rewards import Problem
-from kl_comedy.tasks import check_answers, n_problems, problems
+from kl_comedy.tasks import mmlu
+from kl_comedy.tasks.characters import check_answers, n_problems, problems
+from kl_comedy.tasks.mmlu import LETTERS, SUBJECTS, check_letter, load_mmlu, mmlu_prompt
+from kl_comedy.tasks.verifier import Problem
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "mmlu"
 ROWS = [("What is\nlight?", ["a wave", "a ray", "both", "neither"], "C"),

@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 import torch
 
-from kl_comedy.optimum import kl_optimum
-from kl_comedy.placement import KLConfig
-from kl_comedy.policy import load_policy
-from kl_comedy.runs import Run
-from kl_comedy.tasks import problems, to_dataset
-from kl_comedy.training import COMPLETE, Exam, Recorder, build_trainer, resume_point
-from kl_comedy.training import train as fit
+from kl_comedy.lab.optimum import kl_optimum
+from kl_comedy.policies.policy import load_policy
+from kl_comedy.study.runs import Run
+from kl_comedy.study.training import COMPLETE, Exam, Recorder, build_trainer, resume_point
+from kl_comedy.study.training import train as fit
+from kl_comedy.tasks.characters import problems, to_dataset
+from kl_comedy.theory.surrogate import KLConfig
 
 K1_REWARD = KLConfig("k1", "reward", 1.0)
 GROUP = 3
@@ -98,7 +98,7 @@ def plant(kill, trainer, recorder):
 def in_process(**kwargs):
     """Run `train` in a process of its own; its exit code."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kl_comedy.training", "kl_comedy.runs"])
+    context.set_forkserver_preload(["kl_comedy.study.training", "kl_comedy.study.runs"])
     process = context.Process(target=train, kwargs=kwargs)
     process.start()
     process.join(120)

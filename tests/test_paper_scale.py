@@ -13,16 +13,16 @@ from toy import write_notebook
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from trl.data_utils import apply_chat_template
 
-from kl_comedy import cost, training
-from kl_comedy.batch import Job, run_all
 from kl_comedy.cli import main
-from kl_comedy.math_task import MATH, REQUEST, as_text, math_prompt
-from kl_comedy.mmlu import SUBJECTS, mmlu_prompt
-from kl_comedy.placement import KLConfig
-from kl_comedy.policy import encode, end_tokens, evaluate, load_policy, sample
-from kl_comedy.runs import Run, collect
-from kl_comedy.sweeps import SweepError, load_sweep, plan
-from kl_comedy.tasks import problems, reward, stream, to_dataset
+from kl_comedy.policies.policy import encode, end_tokens, evaluate, load_policy, sample
+from kl_comedy.study import cost, training
+from kl_comedy.study.batch import Job, run_all
+from kl_comedy.study.runs import Run, collect
+from kl_comedy.study.sweeps import SweepError, load_sweep, plan
+from kl_comedy.tasks.characters import problems, reward, stream, to_dataset
+from kl_comedy.tasks.math import MATH, REQUEST, as_text, math_prompt
+from kl_comedy.tasks.mmlu import SUBJECTS, mmlu_prompt
+from kl_comedy.theory.surrogate import KLConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN, LLAMA = "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B-Instruct"
@@ -160,7 +160,7 @@ def test_a_plan_without_gpus_lists_runs(tmp_path, monkeypatch, capsys):
 
 def test_every_run_has_a_gpu_to_itself(tmp_path):
     write_notebook(tmp_path / "n.ipynb", [
-        "import os\nimport time\nfrom kl_comedy.runs import Run", "run_dir = None",
+        "import os\nimport time\nfrom kl_comedy.study.runs import Run", "run_dir = None",
         "time.sleep(1)\nRun(run_dir).finish(gpu='GPU ' + os.environ['CUDA_VISIBLE_DEVICES'])"])
     jobs = [Job("toy", f"s{i}", tmp_path / "n.ipynb", tmp_path / f"s{i}",
                 {"run_dir": str(tmp_path / f"s{i}")}, 1) for i in range(3)]

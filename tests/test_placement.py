@@ -8,15 +8,15 @@ import math
 import pytest
 import torch
 
-from kl_comedy.estimators import ESTIMATORS, exact_kl
-from kl_comedy.lab import (
+from kl_comedy.lab.gradients import (
     PrefixTreePolicy,
     divergence,
     enumerate_sequences,
     exact_gradient,
     expected_gradient,
 )
-from kl_comedy.placement import (
+from kl_comedy.theory.estimators import ESTIMATORS, exact_kl
+from kl_comedy.theory.surrogate import (
     CHOICES,
     KLConfig,
     credited,

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from kl_comedy.policy import (
+from kl_comedy.policies.policy import (
     BASE_POLICIES,
     BASE_POLICY,
     MAX_NEW_TOKENS,
@@ -31,7 +31,8 @@ from kl_comedy.policy import (
     save_policy,
     tokenizer,
 )
-from kl_comedy.tasks import TASKS, Problem, demonstration, is_correct, problems
+from kl_comedy.tasks.characters import TASKS, demonstration, is_correct, problems
+from kl_comedy.tasks.verifier import Problem
 
 NAMES = list(TASKS)
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.text import Text
 
-from kl_comedy import report
-from kl_comedy.placement import KLConfig
+from kl_comedy.report import figures as report
+from kl_comedy.theory.surrogate import KLConfig
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_gradient_panel_refuses_a_bad_table(ax, df, match):
 DRAW = """
 import sys, pandas as pd
 from matplotlib import pyplot as plt
-from kl_comedy import report
+from kl_comedy.report import figures as report
 report.style()
 fig, ax = plt.subplots()
 df = pd.DataFrame({"label": ["K1 in reward", "no KL"] * 6, "step": [0, 0, 1, 1] * 3,

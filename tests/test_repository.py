@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kl_comedy.sweeps import KEYS, SCALES, load_sweep, plan
+from kl_comedy.study.sweeps import KEYS, SCALES, load_sweep, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent

@@ -15,7 +15,7 @@ from random import Random
 import psutil
 import pytest
 
-from kl_comedy.rewards import (
+from kl_comedy.tasks.verifier import (
     MAX_ANSWER,
     MEMORY,
     VERDICTS,
@@ -276,7 +276,7 @@ def test_nothing_is_left_when_forgotten(stand_in):
 
 PARENT = """
 import sys, threading
-from kl_comedy.rewards import Verifier
+from kl_comedy.tasks.verifier import Verifier
 verifier = Verifier(1, seconds=1)
 verifier.check(["a"], [r"\\boxed{b}"])
 print(verifier.workers[0].process.pid, flush=True)

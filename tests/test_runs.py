@@ -13,9 +13,17 @@ import papermill
 import pytest
 from toy import SWEEP, TRAIN, kill, make_clone, results, start, wait_for, write_notebook
 
-from kl_comedy.batch import Job, locked, reproduce, run_all, survey, take
-from kl_comedy.runs import Metrics, Run, RunError, collect, read_lines, read_metrics, read_status
-from kl_comedy.sweeps import SweepError, load_sweep, load_sweeps, plan
+from kl_comedy.study.batch import Job, locked, reproduce, run_all, survey, take
+from kl_comedy.study.runs import (
+    Metrics,
+    Run,
+    RunError,
+    collect,
+    read_lines,
+    read_metrics,
+    read_status,
+)
+from kl_comedy.study.sweeps import SweepError, load_sweep, load_sweeps, plan
 
 # --- the files of one run -------------------------------------------------------------------
 
@@ -33,7 +41,7 @@ def test_a_torn_last_line_is_skipped_and_then_healed(tmp_path, tail):
 
 
 def test_lines_are_on_disk_when_log_returns(tmp_path):
-    code = f"""from kl_comedy.runs import Run; import os, signal
+    code = f"""from kl_comedy.study.runs import Run; import os, signal
 run = Run({str(tmp_path)!r})
 run.log(0, x=1.5); run.log(1, x=2.5); os.kill(os.getpid(), signal.SIGKILL)"""
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL

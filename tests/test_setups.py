@@ -14,9 +14,9 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from trl import RLOOConfig
 
-from kl_comedy.placement import KLConfig
-from kl_comedy.policy import BASE_POLICY
-from kl_comedy.trainer import KLRLOOTrainer
+from kl_comedy.policies.policy import BASE_POLICY
+from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer
 
 pytestmark = pytest.mark.usefixtures("exact")
 

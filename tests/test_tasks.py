@@ -9,10 +9,9 @@ from random import Random
 
 import pytest
 
-from kl_comedy.tasks import (
+from kl_comedy.tasks.characters import (
     SPLITS,
     TASKS,
-    Problem,
     countdown_problems,
     demonstration,
     evaluate_expression,
@@ -25,6 +24,7 @@ from kl_comedy.tasks import (
     split_size,
     to_dataset,
 )
+from kl_comedy.tasks.verifier import Problem
 
 NAMES = list(TASKS)
 CHAINS = ["sum", "backward", "wrap"]

@@ -9,15 +9,15 @@ import torch
 from micro import BETA, DRAWN, PROMPTS, STOCK
 from trl import GRPOTrainer, RLOOTrainer
 
-from kl_comedy.lab import expected_gradient
-from kl_comedy.penalty import SMALL
-from kl_comedy.placement import CHOICES, KLConfig
-from kl_comedy.trainer import stock_trainer
+from kl_comedy.lab.gradients import expected_gradient
+from kl_comedy.theory.surrogate import CHOICES, KLConfig
+from kl_comedy.trainers.penalty import SMALL
+from kl_comedy.trainers.rloo_grpo import stock_trainer
 
 pytestmark = pytest.mark.usefixtures("exact")
 
 GROUND = (
-    "TRL {what} differs from what kl_comedy.trainer was written against (1.16): read its "
+    "TRL {what} differs from what kl_comedy.trainers was written against (1.16): read its "
     "`_generate_and_score_completions` and `_compute_loss` again"
 )
 
@@ -197,7 +197,7 @@ def test_in_grpo_a_penalty_in_the_reward_is_a_penalised_reward(scale, tmp_path, 
 def test_a_large_vocabulary_has_the_same_gradient(kl, kind, settings, tmp_path, monkeypatch):
     found = []
     for small in (SMALL, 1):
-        monkeypatch.setattr("kl_comedy.penalty.SMALL", small)
+        monkeypatch.setattr("kl_comedy.trainers.penalty.SMALL", small)
         common = {"num_generations": 3, "per_device_train_batch_size": 9} | settings
         built = micro.trainer(kind, kl, tmp_path / str(small), dtype=torch.float32, **common)
         batch = micro.answer(built, DRAWN, [p for p in PROMPTS for _ in range(3)])

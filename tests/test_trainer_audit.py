@@ -3,10 +3,10 @@
 import pytest
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from kl_comedy.audit import PROBES
-from kl_comedy.placement import KLConfig
-from kl_comedy.trainer import KLGRPOTrainer, KLRLOOTrainer, objective
-from kl_comedy.trainer_audit import audit_trainer as audit_whole
+from kl_comedy.auditing.audit import PROBES
+from kl_comedy.auditing.trainer import audit_trainer as audit_whole
+from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.trainers.rloo_grpo import KLGRPOTrainer, KLRLOOTrainer, objective
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EACH = ", averaged over each response's tokens"

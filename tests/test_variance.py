@@ -6,7 +6,7 @@ import nbformat
 import pytest
 import torch
 
-from kl_comedy.lab import (
+from kl_comedy.lab.gradients import (
     MarkovPolicy,
     PrefixTreePolicy,
     Terms,
@@ -15,8 +15,8 @@ from kl_comedy.lab import (
     expected_gradient,
     history_policy,
 )
-from kl_comedy.placement import KLConfig, credited
-from kl_comedy.variance import gradient_variance
+from kl_comedy.lab.variance import gradient_variance
+from kl_comedy.theory.surrogate import KLConfig, credited
 
 EXPERIMENT = Path(__file__).parents[1] / "nbs/experiments/24_gradients.ipynb"
 

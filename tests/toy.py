@@ -17,7 +17,8 @@ TRAIN = [
     import json, os, time
     from pathlib import Path
     import pandas as pd
-    from kl_comedy.runs import Run, write_atomic
+    from kl_comedy.files import write_atomic
+    from kl_comedy.study.runs import Run
     """,
     """
     run_dir = None

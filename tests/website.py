@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 SITE = DOCS / "_build" / "html"
-SOURCES = ["docs/*.*", "docs/_static/*", "nbs/*/*.ipynb", "kl_comedy/*.py", "data/**/*", "*.md"]
+SOURCES = ["docs/*.*", "docs/_static/*", "nbs/**/*.ipynb", "kl_comedy/**/*.py", "data/**/*", "*.md"]
 # What a browser fetches by itself to show a page, tag by tag; a link is only followed by a reader.
 FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src",
            "audio": "src", "embed": "src", "object": "data", "link": "href", "image": "href"}
@@ -63,4 +63,9 @@ def exported(module):
     return []
 
 
-MODULES = [m for m in sorted(ROOT.glob("kl_comedy/[a-z]*.py")) if exported(m)]
+MODULES = [m for m in sorted(ROOT.glob("kl_comedy/**/[a-z]*.py")) if exported(m)]
+
+
+def dotted(module):
+    """The name by which a module, a path of the repository, is imported."""
+    return ".".join(module.relative_to(ROOT).with_suffix("").parts)

@@ -1,0 +1,1 @@
+"""Small language models: building, sampling, evaluating and pretraining them: imports theory and tasks."""

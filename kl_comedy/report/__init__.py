@@ -1,0 +1,1 @@
+"""Figures and judged claims, from recorded runs: imports theory, lab and study."""

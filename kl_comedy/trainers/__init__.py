@@ -1,0 +1,1 @@
+"""TRL trainers with any KL configuration: imports theory and lab."""
