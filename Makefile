@@ -22,7 +22,8 @@ test docs: export HF_HUB_OFFLINE = 1
 test: export OMP_NUM_THREADS = 1
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -q tests/test_repository.py
-	$(BIN)/ruff check tests docs
+	$(BIN)/ruff check kl_comedy nbs tests docs
+	$(BIN)/ruff format --check nbs tests docs
 	$(BIN)/nbdev_test --path nbs --n_workers 2
 	$(MAKE) docs
 	$(BIN)/python -m pytest -n 2 --dist loadfile --ignore tests/test_repository.py tests

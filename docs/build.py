@@ -85,8 +85,10 @@ def stale(root):
         for scale, rows in runs.groupby("scale"):
             planned = set(plan(sweep, scale)) if scale in sweep.scales else set()
             if odd := sorted(planned ^ set(rows.run)):
-                found.append(f"{table.relative_to(root)} is not what {path.name} says of scale "
-                             f"{scale}, as to {len(odd)} runs such as {odd[0]}: {again}")
+                found.append(
+                    f"{table.relative_to(root)} is not what {path.name} says of scale "
+                    f"{scale}, as to {len(odd)} runs such as {odd[0]}: {again}"
+                )
     return found
 
 
@@ -109,12 +111,21 @@ def stage_api(module):
     if notebook is None:
         return
     name = ".".join(module.relative_to(ROOT).with_suffix("").parts)
-    lines = [name, "=" * len(name), "", f"The chapter: :doc:`/{notebook[1]}`.", "",
-             f".. automodule:: {name}"]
+    lines = [
+        name,
+        "=" * len(name),
+        "",
+        f"The chapter: :doc:`/{notebook[1]}`.",
+        "",
+        f".. automodule:: {name}",
+    ]
     for node in ast.parse(text).body:  # constants, which automodule leaves out
         for constant in ast.walk(node) if isinstance(node, ast.Assign) else ():
-            if isinstance(constant, ast.Name) and isinstance(constant.ctx, ast.Store) and (
-                    not constant.id.startswith("_")):
+            if (
+                isinstance(constant, ast.Name)
+                and isinstance(constant.ctx, ast.Store)
+                and (not constant.id.startswith("_"))
+            ):
                 lines += ["", f".. py:data:: {constant.id}", f"   :module: {name}"]
     (SRC / "api" / f"{name}.rst").write_text("\n".join(lines) + "\n")
 
@@ -143,6 +154,7 @@ def stage():
 def read_by_sphinx(arguments):
     "Build with Sphinx in this process, which has the packages imported that autodoc asks for."
     from sphinx.cmd.build import main as sphinx
+
     sys.exit(sphinx([str(argument) for argument in arguments]))
 
 
@@ -150,21 +162,43 @@ def main():
     started = time.monotonic()
     out = Path(sys.argv[1] if len(sys.argv) > 1 else DOCS / "_build" / "html").resolve()
     new = out.with_name(f"{out.name}.new")
-    os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-                   "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    os.environ |= {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     os.environ.pop("MPLBACKEND", None)  # figures go into the pages
     if reasons := stale(ROOT):
         sys.exit("The site was not built:\n" + "\n".join(reasons))
     from execute import FORK, execute_all  # imports torch, which reads the environment
+
     shutil.rmtree(new, ignore_errors=True)
     jobs = min(4, os.cpu_count())
     failed = execute_all(stage(), jobs)
     if failed:
-        sys.exit(f"The site was not built, by {', '.join(p.name for p in failed)}: the reason is "
-                 f"above. {out} was left as it was.")
-    sphinx = FORK.Process(target=read_by_sphinx, args=(
-        ["-n", "-W", "--keep-going", "-E", "-j", jobs, "-c", DOCS,
-         "-d", out.with_name("doctrees"), SRC, new],))
+        sys.exit(
+            f"The site was not built, by {', '.join(p.name for p in failed)}: the reason is "
+            f"above. {out} was left as it was."
+        )
+    sphinx = FORK.Process(
+        target=read_by_sphinx,
+        args=(
+            [
+                "-n",
+                "-W",
+                "--keep-going",
+                "-E",
+                "-j",
+                jobs,
+                "-c",
+                DOCS,
+                "-d",
+                out.with_name("doctrees"),
+                SRC,
+                new,
+            ],
+        ),
+    )
     sphinx.start()
     sphinx.join()
     if sphinx.exitcode:

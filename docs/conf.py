@@ -42,8 +42,12 @@ html_css_files = ["site.css"]
 html_js_files = ["site.js"]
 html_show_sphinx = False
 html_theme_options = {
-    "navbar_persistent": [], "show_navbar_depth": 1, "show_toc_level": 2,
-    "home_page_in_toc": True, "use_fullscreen_button": False}
+    "navbar_persistent": [],
+    "show_navbar_depth": 1,
+    "show_toc_level": 2,
+    "home_page_in_toc": True,
+    "use_fullscreen_button": False,
+}
 
 
 def keep_tags(app, doctree):
@@ -70,6 +74,7 @@ def load_explorer(app, pagename, *_):
     "On its page, the explorer's script and style, and the one colour of each configuration."
     if pagename == "explorer":
         from kl_comedy.report.figures import COLOURS
+
         colours = {"-".join(key): colour for key, colour in COLOURS.items()}
         app.add_js_file(None, body=f"window.klColours = {json.dumps(colours)}")
         app.add_js_file("explorer.js", loading_method="defer")

@@ -18,8 +18,12 @@ from execnb.nbio import read_nb, write_nb
 from execnb.shell import CaptureShell
 from PIL import Image
 
-PRELOADED = ["kl_comedy.report.figures", "kl_comedy.trainers.rloo_grpo",
-             "kl_comedy.auditing.audit", "papermill"]
+PRELOADED = [
+    "kl_comedy.report.figures",
+    "kl_comedy.trainers.rloo_grpo",
+    "kl_comedy.auditing.audit",
+    "papermill",
+]
 TIMEOUT = 300  # seconds of one notebook
 FORK = multiprocessing.get_context("fork")
 
@@ -65,8 +69,13 @@ def execute(path):
         shell.cell(cell)
         if shell.exc:
             errors = [out for out in cell.outputs if out["output_type"] == "error"]
-            print(f"{path}, cell {number}:\n{cell.source}\n", *errors[0]["traceback"],
-                  sep="\n", file=sys.stderr, flush=True)
+            print(
+                f"{path}, cell {number}:\n{cell.source}\n",
+                *errors[0]["traceback"],
+                sep="\n",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(1)
         cell.outputs = [out for out in cell.get("outputs", []) if out.get("name") != "stderr"]
         for data in [out["data"] for out in cell.outputs if "image/png" in out.get("data", {})]:

@@ -14,40 +14,68 @@ from . import __version__
 def add_reproduce(verbs):
     """Add the verb `reproduce`; returns its parser."""
     verb = verbs.add_parser(
-        "reproduce", help="make runs, tables and figures; go on after a kill",
+        "reproduce",
+        help="make runs, tables and figures; go on after a kill",
         description="Make the runs of the sweeps in data/sweeps and draw their figures. "
-        "What is finished is left alone, so run it again at will.")
-    verb.add_argument("sweep", nargs="*", help="names of files in data/sweeps, such "
-                      "as figure1 (default: all with this scale)")
-    verb.add_argument("--scale", default="quick", help="smoke (under a minute), quick (the "
-                      "default), cpu (full grids), paper (needs GPUs) or bench")
-    verb.add_argument("--jobs", type=int, metavar="N", help="runs at a time, sharing the "
-                      "cores (default: one a core, at most 4; one for paper and bench)")
-    verb.add_argument("--record", action="store_true", help="copy the collected tables to "
-                      "data/runs, which the figures read")
-    verb.add_argument("--plan", action="store_true", help="print the runs, and for those "
-                      "on a GPU its memory, tokens and hours; start nothing")
+        "What is finished is left alone, so run it again at will.",
+    )
+    verb.add_argument(
+        "sweep",
+        nargs="*",
+        help="names of files in data/sweeps, such "
+        "as figure1 (default: all with this scale)",
+    )
+    verb.add_argument(
+        "--scale",
+        default="quick",
+        help="smoke (under a minute), quick (the "
+        "default), cpu (full grids), paper (needs GPUs) or bench",
+    )
+    verb.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="runs at a time, sharing the "
+        "cores (default: one a core, at most 4; one for paper and bench)",
+    )
+    verb.add_argument(
+        "--record",
+        action="store_true",
+        help="copy the collected tables to data/runs, which the figures read",
+    )
+    verb.add_argument(
+        "--plan",
+        action="store_true",
+        help="print the runs, and for those "
+        "on a GPU its memory, tokens and hours; start nothing",
+    )
     return verb
 
 # %% ../nbs/90_cli.ipynb #f7b46f9c
 def add_audit(verbs):
     """Add the verb `audit`; returns its parser."""
     verb = verbs.add_parser(
-        "audit", help="say which KL gradient a library really has, by running its code",
+        "audit",
+        help="say which KL gradient a library really has, by running its code",
         description="Run the KL code of libraries of RL, each at a pinned version in an "
         "environment of its own (made once, some minutes and a network), and say which "
-        "gradient each of their settings has.")
+        "gradient each of their settings has.",
+    )
     verb.add_argument("library", nargs="*", help="such as verl (default: all)")
     verb.add_argument("--json", action="store_true", help="print all of it as JSON")
-    verb.add_argument("--record", action="store_true", help="write it to data/libraries, "
-                      "which the page Libraries is drawn from")
+    verb.add_argument(
+        "--record",
+        action="store_true",
+        help="write it to data/libraries, which the page Libraries is drawn from",
+    )
     return verb
 
 # %% ../nbs/90_cli.ipynb #912c36d0
 def parser():
     """The argument parser of the command."""
     top = argparse.ArgumentParser(
-        prog="kl_comedy", description="Which gradient does your KL penalty really follow?")
+        prog="kl_comedy", description="Which gradient does your KL penalty really follow?"
+    )
     top.add_argument("--version", action="version", version=__version__)
     verbs = top.add_subparsers(dest="verb", title="verbs")
     words = "say which runs are done, running, interrupted or failed"
@@ -55,11 +83,16 @@ def parser():
     for verb in (add_reproduce(verbs), status):
         verb.add_argument("--runs-dir", metavar="D", help="folder of runs (default: runs)")
     words = "judge the paper's claims by the recorded runs"
-    claims = verbs.add_parser("claims", help=words, description=f"{words.capitalize()}: "
-                              "verdict, effect with its interval, number of runs.")
+    claims = verbs.add_parser(
+        "claims",
+        help=words,
+        description=f"{words.capitalize()}: "
+        "verdict, effect with its interval, number of runs.",
+    )
     claims.add_argument("claim", nargs="*", help="ids, such as C7 (default: all)")
-    claims.add_argument("--runs-dir", metavar="D",
-                        help="folder of recorded runs (default: data/runs)")
+    claims.add_argument(
+        "--runs-dir", metavar="D", help="folder of recorded runs (default: data/runs)"
+    )
     add_audit(verbs)
     return top
 
@@ -91,16 +124,21 @@ def show_claims(root, runs_dir, ids):
     for claim, word, findings in judge(path, folder, ids):
         print(f"{claim['id']}  {word}\n    {claim['claim']}\n    Rule: {claim['rule']}")
         table = as_table([(claim, word, findings)]).drop(columns=["id", "verdict"])
-        print("    " + table.to_string(index=False, float_format="%.3f", na_rep="")
-              .replace("\n", "\n    ") + "\n")
+        print(
+            "    "
+            + table.to_string(index=False, float_format="%.3f", na_rep="").replace(
+                "\n", "\n    "
+            )
+            + "\n"
+        )
     recorded = ", ".join(f"{name} at {scale}" for name, scale in scales(folder).items())
     print(f"Recorded: {recorded or 'nothing'}. Intervals are 95%, over runs and problems.")
 
 # %% ../nbs/90_cli.ipynb #8dd5314e
 def show_audit(root, names, as_json, recording):
     """Audit libraries and print what was found; returns 1 if one could not be, else 0."""
-    from kl_comedy.auditing.venvs import AuditError, choose, load_recipes
     from kl_comedy.auditing.libraries import as_text, audit_library, record
+    from kl_comedy.auditing.venvs import AuditError, choose, load_recipes
 
     def say(line):
         print(line, file=sys.stderr, flush=True)
@@ -120,6 +158,7 @@ def show_audit(root, names, as_json, recording):
             say(f"written: {os.path.relpath(record(one, root))}")
     if as_json:
         import json
+
         print(json.dumps(found, indent=1))
     return failed
 
@@ -139,8 +178,9 @@ def run_verb(args):
     if args.verb == "claims":
         show_claims(root, args.runs_dir, args.claim)
         return 0
-    ok = reproduce(root, args.scale, args.sweep, args.runs_dir, args.jobs, args.record,
-                   args.plan)
+    ok = reproduce(
+        root, args.scale, args.sweep, args.runs_dir, args.jobs, args.record, args.plan
+    )
     return 0 if ok else 1
 
 # %% ../nbs/90_cli.ipynb #1b4a05d0

@@ -12,7 +12,7 @@ import yaml
 
 # %% ../nbs/00_files.ipynb #f11e0005
 def write_atomic(path: str | Path, text: str) -> None:
-    """Replace the file at `path` by `text` in one step: a kill leaves the old or the new."""
+    """Replace the file at `path` by `text` in one step: a kill leaves old or new."""
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -31,8 +31,11 @@ class StrictLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         """The mapping of `node`. Raises FileError for a key given twice."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value
-                if key.tag != "tag:yaml.org,2002:merge"]
+        keys = [
+            self.construct_object(key, deep=True)
+            for key, _ in node.value
+            if key.tag != "tag:yaml.org,2002:merge"
+        ]
         if twice := {str(key) for key in keys if keys.count(key) > 1}:
             line = node.start_mark.line + 1
             raise FileError(f"line {line}: {', '.join(twice)} is given twice")

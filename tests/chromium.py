@@ -11,9 +11,19 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 in_a_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no chromium: install Debian's chromium for the browser checks")
-KEYS = {"Tab": 9, "Enter": 13, "Space": 32, "Home": 36, "End": 35,
-        "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+    CHROMIUM is None, reason="no chromium: install Debian's chromium for the browser checks"
+)
+KEYS = {
+    "Tab": 9,
+    "Enter": 13,
+    "Space": 32,
+    "Home": 36,
+    "End": 35,
+    "ArrowLeft": 37,
+    "ArrowUp": 38,
+    "ArrowRight": 39,
+    "ArrowDown": 40,
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +41,26 @@ class Browser:
         there, self.write = os.pipe()
         self.read, back = os.pipe()
         self.process = subprocess.Popen(
-            ["bash", "-c", f'exec "$@" 3<&{there} 4>&{back}', "bash", CHROMIUM, "--headless",
-             "--no-sandbox", "--disable-gpu", "--no-first-run", "--remote-debugging-pipe",
-             "--host-resolver-rules=MAP * ~NOTFOUND", "--allow-file-access-from-files",
-             f"--user-data-dir={profile}", "about:blank"],
-            pass_fds=(there, back), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+            [
+                "bash",
+                "-c",
+                f'exec "$@" 3<&{there} 4>&{back}',
+                "bash",
+                CHROMIUM,
+                "--headless",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--no-first-run",
+                "--remote-debugging-pipe",
+                "--host-resolver-rules=MAP * ~NOTFOUND",
+                "--allow-file-access-from-files",
+                f"--user-data-dir={profile}",
+                "about:blank",
+            ],
+            pass_fds=(there, back),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.close(there)
         os.close(back)
         self.session = None
@@ -79,10 +104,17 @@ class Browser:
 
     def screen(self, width, height=800, theme="light"):
         "The size of the screen, a phone's where it is narrow, and the theme that its owner likes."
-        self.send("Emulation.setDeviceMetricsOverride", width=width, height=height,
-                  deviceScaleFactor=1, mobile=width < 600)
-        self.send("Emulation.setEmulatedMedia",
-                  features=[{"name": "prefers-color-scheme", "value": theme}])
+        self.send(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 600,
+        )
+        self.send(
+            "Emulation.setEmulatedMedia",
+            features=[{"name": "prefers-color-scheme", "value": theme}],
+        )
 
     def open(self, address):
         "Go to a page and wait until it has loaded."
@@ -93,15 +125,19 @@ class Browser:
 
     def run(self, script):
         "The value of a JavaScript expression, a promise's when it is kept."
-        answer = self.send("Runtime.evaluate", expression=script, returnByValue=True,
-                           awaitPromise=True)
+        answer = self.send(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def press(self, key, times=1):
         "A key goes down and up, as from a keyboard."
-        at = {"key": " " if key == "Space" else key, "code": key,
-              "windowsVirtualKeyCode": KEYS[key]}
+        at = {
+            "key": " " if key == "Space" else key,
+            "code": key,
+            "windowsVirtualKeyCode": KEYS[key],
+        }
         text = {"Enter": {"text": "\r"}, "Space": {"text": " "}}.get(key, {})
         for _ in range(times):
             self.send("Input.dispatchKeyEvent", type="keyDown", **at, **text)
@@ -109,12 +145,18 @@ class Browser:
 
     def fetched(self):
         "The addresses that were asked for since the page was opened."
-        return [event["params"]["request"]["url"] for event in self.events
-                if event.get("method") == "Network.requestWillBeSent"]
+        return [
+            event["params"]["request"]["url"]
+            for event in self.events
+            if event.get("method") == "Network.requestWillBeSent"
+        ]
 
     def faults(self):
         "Exceptions, errors written to the console and failed requests since the page was opened."
-        return [event for event in self.events if event.get("method") in (
-            "Runtime.exceptionThrown", "Network.loadingFailed")
+        return [
+            event
+            for event in self.events
+            if event.get("method") in ("Runtime.exceptionThrown", "Network.loadingFailed")
             or event.get("method") == "Runtime.consoleAPICalled"
-            and event["params"]["type"] == "error"]
+            and event["params"]["type"] == "error"
+        ]

@@ -6,8 +6,14 @@ from datasets import ClassLabel, Dataset, Features, Sequence, Value
 
 from kl_comedy.tasks.mmlu import LETTERS, SUBJECTS
 
-FEATURES = Features({"question": Value("string"), "subject": Value("string"),
-                     "choices": Sequence(Value("string")), "answer": ClassLabel(names=[*LETTERS])})
+FEATURES = Features(
+    {
+        "question": Value("string"),
+        "subject": Value("string"),
+        "choices": Sequence(Value("string")),
+        "answer": ClassLabel(names=[*LETTERS]),
+    }
+)
 
 
 def mmlu_of_the_hub(folder, rows):
@@ -16,11 +22,17 @@ def mmlu_of_the_hub(folder, rows):
     for subject in SUBJECTS:
         path = folder / subject / "test-00000-of-00001.parquet"
         path.parent.mkdir(parents=True)
-        Dataset.from_list([
-            {"question": question, "subject": subject, "choices": choices, "answer": letter}
-            for question, choices, letter in rows], features=FEATURES).to_parquet(path)
-        parts += (f"- config_name: {subject}\n  data_files:\n"
-                  f"  - split: test\n    path: {subject}/test-*\n")
+        Dataset.from_list(
+            [
+                {"question": question, "subject": subject, "choices": choices, "answer": letter}
+                for question, choices, letter in rows
+            ],
+            features=FEATURES,
+        ).to_parquet(path)
+        parts += (
+            f"- config_name: {subject}\n  data_files:\n"
+            f"  - split: test\n    path: {subject}/test-*\n"
+        )
     (folder / "README.md").write_text(f"---\nconfigs:\n{parts}---\n")
     return folder
 

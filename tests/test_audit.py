@@ -117,6 +117,7 @@ def ppo(b):
 
 def whitened_ppo(b):
     """The same where the return of each token is whitened over the batch, as with a critic."""
+
     def loss(beta):
         last = torch.arange(b.mask.shape[1]) == b.mask.sum(1, keepdim=True) - 1
         kl = (b.behaviour_logp - b.ref_logp).masked_fill(~b.mask, 0)
@@ -274,7 +275,8 @@ def entropy(b):
 NO_CLAMP = {  # losses that have none, and read no older policy; and half of one
     "entropy": entropy,
     "a divergence of torch": lambda b: torch.nn.functional.kl_div(
-        logp(b), b.ref_logp.masked_fill(~b.mask, 0), log_target=True, reduction="sum"),
+        logp(b), b.ref_logp.masked_fill(~b.mask, 0), log_target=True, reduction="sum"
+    ),
     "absolute": lambda b: gap(b).abs().sum(1).mean(),
     "absolute in the reward": lambda b: (gap(b).abs().detach().sum(1) * logp(b).sum(1)).mean(),
     "of the batch": lambda b: in_reward(b) / (-gap(b).detach().sum(1)).std(),
@@ -295,11 +297,12 @@ def test_a_clamp_is_said_of_what_it_clamps_and_nothing_else():
     assert sorted(found["log(ref/policy)"]) == pytest.approx([-0.2, 5], rel=0.02)
     assert not any(ends for what, ends in found.items() if what != "log(ref/policy)")
     squared = audit(lambda b: (gap(b).square() / 2).clamp(max=10).sum(1).mean()).clamps
-    assert sorted(squared.pop("log(ref/policy)")) == pytest.approx([-20**0.5, 20**0.5], rel=0.02)
+    assert sorted(squared.pop("log(ref/policy)")) == pytest.approx([-(20**0.5), 20**0.5], rel=0.02)
     assert not any(squared.values())
     older = lambda b: ppo(replace(b, ref_logp=b.ref_logp + (b.logp - b.behaviour_logp)))  # noqa: E731
     assert sorted(audit(older).clamps["log(older/policy)"]) == pytest.approx(
-        [-0.1823, 0.2231], rel=0.03)
+        [-0.1823, 0.2231], rel=0.03
+    )
     for loss in (ppo, whitened_ppo):
         sides = audit(loss).clamps
         assert sorted(sides.pop("log(older/policy)")) == pytest.approx([-0.1823, 0.2231], rel=0.01)
@@ -312,9 +315,11 @@ def test_what_computes_in_single_precision_does_not_move_in_steps():
 
     report = audit(single)
     assert report.on_policy.objective == FWD and "float64" not in report.precision
+
     def divided(b):  # constant but for rounding
-        return normalised(False)(replace(b, logp=b.logp.float(), ref_logp=b.ref_logp.float(),
-                                         reward=b.reward.float()))
+        return normalised(False)(
+            replace(b, logp=b.logp.float(), ref_logp=b.ref_logp.float(), reward=b.reward.float())
+        )
 
     for loss in (ppo, normalised(False), divided, lambda b: gap(b).abs().sum(1).mean()):
         assert "float64" not in audit(loss).precision
@@ -335,7 +340,8 @@ def test_a_mean_over_the_vocabulary_is_named(reduction):
     (factor,) = [f for f in audit(mean).findings if "times beta" in f]
     assert factor == "0.333 times beta: 1/V, a mean over the vocabulary, which has 3 tokens here"
     assert [f for f in audit(lambda b: in_loss(b) / 3).findings if "times beta" in f] == [
-        "0.333 times beta"]
+        "0.333 times beta"
+    ]
 
 
 def test_the_bias_has_one_definition():
@@ -371,9 +377,13 @@ def test_a_sum_is_said_with_its_factor_outside():
     assert any(f.startswith("it goes against the sequence-level") for f in longer.findings)
 
 
-@pytest.mark.parametrize(("loss", "words"), [
-    (lambda b: -(logp(b).sum(1) * b.mask.sum(1)).mean(), "this lengthens responses"),
-    (lambda b: -(logp(b).detach().sum(1) * logp(b).sum(1)).mean(), "this lowers the entropy")])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda b: -(logp(b).sum(1) * b.mask.sum(1)).mean(), "this lengthens responses"),
+        (lambda b: -(logp(b).detach().sum(1) * logp(b).sum(1)).mean(), "this lowers the entropy"),
+    ],
+)
 def test_minus_what_is_no_divergence_means_the_opposite(loss, words):
     report = audit(loss)
     assert words in report.verdict and "away from the reference" not in str(report)
@@ -387,7 +397,8 @@ def test_a_divergence_from_the_older_policy_has_a_gradient_where_there_is_one():
     report = audit(to_older)
     assert "nothing depends on the policy" not in report.verdict
     assert report.off_policy.bias > 0 and report.findings == [
-        "not the sequence-level reverse KL but no gradient"]
+        "not the sequence-level reverse KL but no gradient"
+    ]
     assert audit(lambda b: in_loss(b).detach()).findings == report.findings
 
 
@@ -404,6 +415,7 @@ def test_off_policy_the_factor_is_the_one_found_on_policy():
 @pytest.mark.parametrize("size", [3, 8])
 def test_noise_does_not_invent_a_sum(size):
     """Divided by its group's deviation the penalty has no objective, however it was drawn."""
+
     def divided(b):
         total = -gap(b).detach().sum(1).view(-1, size)
         scaled = (total - total.mean(1, keepdim=True)) / (total.std(1, keepdim=True) + 1e-4)
@@ -421,9 +433,13 @@ def test_what_drowns_in_noise_is_not_called_zero():
     assert audit(self_normalised).off_policy.objective == SEQ
 
 
-@pytest.mark.parametrize("loss", [
-    lambda b: (k3(b) * (torch.rand_like(b.logp) < 0.5)).sum(1).mean(),
-    lambda b, calls=[]: calls.append(1) or in_loss(b) * len(calls)])  # noqa: B006
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda b: (k3(b) * (torch.rand_like(b.logp) < 0.5)).sum(1).mean(),
+        lambda b, calls=[]: calls.append(1) or in_loss(b) * len(calls),
+    ],
+)  # noqa: B006
 def test_chance_and_memory_are_refused(loss):
     with pytest.raises(ValueError, match="two gradients in two calls"):
         audit(loss)
@@ -440,7 +456,8 @@ def test_a_loss_may_write_into_its_batch():
     assert (right.on_policy.objective, right.far) == (found.on_policy.objective, found.far)
     for name in ("scale", "bias", "variance"):  # equal but for the order of a sum
         assert getattr(found.on_policy, name) == pytest.approx(
-            getattr(right.on_policy, name), abs=1e-12)
+            getattr(right.on_policy, name), abs=1e-12
+        )
 
 
 def test_an_error_says_what_the_loss_was_given():

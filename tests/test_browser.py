@@ -45,8 +45,11 @@ LOOK = r"""(async width => {
 def weight(addresses):
     """Bytes of the files that were fetched, beyond fonts and MathJax."""
     paths = {Path(unquote(urlsplit(url).path)) for url in addresses if url.startswith("file:")}
-    return sum(path.stat().st_size for path in paths
-               if path.exists() and path.suffix != ".woff2" and path.name != "tex-svg.js")
+    return sum(
+        path.stat().st_size
+        for path in paths
+        if path.exists() and path.suffix != ".woff2" and path.name != "tex-svg.js"
+    )
 
 
 def looked_at(browser, root):
@@ -59,8 +62,9 @@ def looked_at(browser, root):
             browser.screen(width)
             wrong += [f"{page.name} at {width}: {what}" for what in browser.run(f"{LOOK}({width})")]
         fetched = browser.fetched()
-        wrong += [f"{page.name} fetches {url}" for url in fetched
-                  if not re.match("file:|data:", url)]
+        wrong += [
+            f"{page.name} fetches {url}" for url in fetched if not re.match("file:|data:", url)
+        ]
         if (own := weight(fetched)) > 1e6:
             wrong.append(f"{page.name}: {own / 1e6:.2f} MB beyond fonts and MathJax")
     return wrong
@@ -87,7 +91,8 @@ def test_the_browser_finds_planted_faults(site, tmp_path, chromium):
     assert any("gone.png" in w for w in wrong), wrong
     assert len([w for w in wrong if "cut at the left" in w]) == 2, wrong  # at both widths
     assert [w for w in wrong if "wide" in w and "390" in w] and not [
-        w for w in wrong if "wide" in w and "1280" in w], wrong
+        w for w in wrong if "wide" in w and "1280" in w
+    ], wrong
     assert any("a formula that scrolls" in w for w in wrong), wrong
     assert any("1.10 MB beyond fonts and MathJax" in w for w in wrong), wrong
     assert "page.html fetches http://cdn.example/x.js" in wrong, wrong
@@ -114,22 +119,35 @@ AXE = r"""(async (theme, rules) => {
 # kind. Rules about colour alone can tell themes apart, and rules about what is hidden, small or
 # scrolled alone can tell widths apart.
 COLOUR = ["color-contrast", "link-in-text-block"]
-LAYOUT = ["scrollable-region-focusable", "aria-hidden-focus", "target-size", "button-name",
-          "link-name", "summary-name"]
+LAYOUT = [
+    "scrollable-region-focusable",
+    "aria-hidden-focus",
+    "target-size",
+    "button-name",
+    "link-name",
+    "summary-name",
+]
 VISITS = [(1280, "light", {"rules": {"color-contrast": {"enabled": False}}})]
-OF_EACH_KIND = [(1280, "light", {"runOnly": COLOUR}), (1280, "dark", {"runOnly": COLOUR}),
-                (390, "light", {"runOnly": LAYOUT})]
+OF_EACH_KIND = [
+    (1280, "light", {"runOnly": COLOUR}),
+    (1280, "dark", {"runOnly": COLOUR}),
+    (390, "light", {"runOnly": LAYOUT}),
+]
 
 
 def of_each_kind(pages):
     """As few of the `pages` as have every kind of element: a tag with its classes, or a style.
 
     What a script draws is not in their text: the home page and the explorer are always taken."""
+
     def kinds(page):
         text = re.sub(r"<script.*?</script>", "", page.read_text(), flags=re.DOTALL)
         named = re.findall(r'<(\w+)[^>]*? class="([^"]*)"', text)
-        return {*re.findall(r"<\w+", text), *re.findall(r' style="[^"]*"', text),
-                *((tag, re.sub(r"\b(row|col|level)\d+", "", name)) for tag, name in named)}
+        return {
+            *re.findall(r"<\w+", text),
+            *re.findall(r' style="[^"]*"', text),
+            *((tag, re.sub(r"\b(row|col|level)\d+", "", name)) for tag, name in named),
+        }
 
     has = {page: kinds(page) for page in pages}
     left, taken = set().union(*has.values()), []
@@ -174,7 +192,8 @@ def test_axe_finds_planted_violations(tmp_path, chromium):
         <p style="color: #333">read</p><img src="x.png"><button></button></main></html>""")
     wrong = violations(chromium, tmp_path)
     assert [w for w in wrong if "dark: color-contrast" in w] and not [
-        w for w in wrong if "light: color-contrast" in w], wrong
+        w for w in wrong if "light: color-contrast" in w
+    ], wrong
     assert [w for w in wrong if "image-alt" in w], wrong
     assert len([w for w in wrong if "button-name" in w]) == 2, wrong  # at both widths
 

@@ -55,73 +55,87 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == __version__
 
 
-@pytest.mark.parametrize("arguments", [["reproduce", "--jobs", "two"], ["redo"], ["status", "x"],
-                                       ["reproduce", "--scales", "quick"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["reproduce", "--jobs", "two"], ["redo"], ["status", "x"], ["reproduce", "--scales", "quick"]],
+)
 def test_usage_errors_have_exit_code_2(clone, arguments, capsys):
     with pytest.raises(SystemExit) as error:
         main(arguments)
     assert error.value.code == 2 and "usage:" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["nope"], "no sweep nope; there are: toy"),
-    (["toy", "--scale", "paper"], "sweep 'toy' has no scale 'paper'; it has: smoke, quick, cpu"),
-    (["--scale", "paper"], "no sweep has a scale 'paper'"),
-    (["--jobs", "0"], "jobs must be 1 or more, got 0"),
-    (["--jobs", "-2"], "jobs must be 1 or more, got -2"),
-    (["--runs-dir", "nbs/train.ipynb"], "runs directory"),
-    (["--runs-dir", "nbs/train.ipynb/runs"], "cannot be written"),
-    (["--runs-dir", "/proc/runs"], "runs directory /proc/runs cannot be written"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nope"], "no sweep nope; there are: toy"),
+        (
+            ["toy", "--scale", "paper"],
+            "sweep 'toy' has no scale 'paper'; it has: smoke, quick, cpu",
+        ),
+        (["--scale", "paper"], "no sweep has a scale 'paper'"),
+        (["--jobs", "0"], "jobs must be 1 or more, got 0"),
+        (["--jobs", "-2"], "jobs must be 1 or more, got -2"),
+        (["--runs-dir", "nbs/train.ipynb"], "runs directory"),
+        (["--runs-dir", "nbs/train.ipynb/runs"], "cannot be written"),
+        (["--runs-dir", "/proc/runs"], "runs directory /proc/runs cannot be written"),
+    ],
+)
 def test_requests_that_cannot_be_carried_out(clone, arguments, message, capsys):
     assert message in refused(["reproduce", *arguments], capsys)
 
 
-@pytest.mark.parametrize("old, new, message", [
-    ("notebook:", "notebok:", "'notebook' is missing"),
-    ("prefix:", "colour: red\nprefix:", "'colour' is not a key; the keys are notebook, prefix"),
-    ("nbs/train.ipynb", "nbs/none.ipynb", "none.ipynb is not a notebook that can be read"),
-    ("nbs/draw.ipynb", "nbs/none.ipynb", "none.ipynb is not a notebook that can be read"),
-    ("nbs/draw.ipynb", "nbs/train.ipynb", "needs out_dir, runs_dir in its parameters cell"),
-    ("nbs/train.ipynb", "nbs/draw.ipynb", "needs run_dir in its parameters cell"),
-    ("nbs/train.ipynb", "data/sweeps/toy.yaml", "is not a notebook that can be read"),
-    ("rate: 1,", "rat: 1,", "'rat' is not a parameter of nbs/train.ipynb; it has: end, rate"),
-    ("rate: 1,", "rate: fast,", "rate must be float as its default 0.5 is, got 'fast'"),
-    ("rate: 1,", "rate: true,", "rate must be float as its default 0.5 is, got True"),
-    ("rate: 1,", "rate: .nan,", "rate must be float as its default 0.5 is, got nan"),
-    ("rate: 1,", "rate: 1, rate: 2,", "rate is given twice"),
-    ("rate: 1,", f"rate: {10**400},", "rate must be float as its default 0.5 is, got 1000"),
-    ("rate: 1,", "run_dir: here,", "'run_dir' is not a parameter"),
-    ("{rate: 1, sleep: 0.02}", "[rate]", "parameters must be dict, got ['rate']"),
-    ("seed: [0]", "seed: [0.5]", "seed must be int as its default 0 is, got 0.5"),
-    ("seed: [0]", "seed: ['0']", "seed must be int as its default 0 is, got '0'"),
-    ("seed: [0]", "seed: [false]", "seed must be int as its default 0 is, got False"),
-    ("seed: [0]", "seed: 0", "seed must be a list of one or more values"),
-    ("seed: [0]", "sed: [0]", "'sed' is not a parameter"),
-    ("grid: {seed: [0, 1, 2]}", "cells: []", "cells must be a list of one or more values"),
-    ("grid: {seed: [0, 1, 2]}", "cells: [seed]", "must be a mapping of parameters, got 'seed'"),
-    ("[0, 1, 2]", "[0, 1, 1]", "two of its runs are the same, s1-"),
-    ("quick:", "fast:", "'fast' is not a key; the keys are smoke, quick, cpu, paper, bench"),
-    ("s{seed}", "s{sed}", "prefix 's{sed}' cannot be filled in from the parameters end, rate"),
-    ("s{seed}", "s" * 300 + "{seed}", "the name of a run has 310 characters, 150 are allowed"),
-    ("s{seed}", "{}", "prefix '{}' cannot be filled in"),
-    ("s{seed}", "{seed", "prefix '{seed' cannot be filled in"),
-    ("scales:", "scales: [", "toy.yaml: while parsing"),
-    ("scales:", "order: first\nscales:", "order must be int, got 'first'"),
-])
+@pytest.mark.parametrize(
+    "old, new, message",
+    [
+        ("notebook:", "notebok:", "'notebook' is missing"),
+        ("prefix:", "colour: red\nprefix:", "'colour' is not a key; the keys are notebook, prefix"),
+        ("nbs/train.ipynb", "nbs/none.ipynb", "none.ipynb is not a notebook that can be read"),
+        ("nbs/draw.ipynb", "nbs/none.ipynb", "none.ipynb is not a notebook that can be read"),
+        ("nbs/draw.ipynb", "nbs/train.ipynb", "needs out_dir, runs_dir in its parameters cell"),
+        ("nbs/train.ipynb", "nbs/draw.ipynb", "needs run_dir in its parameters cell"),
+        ("nbs/train.ipynb", "data/sweeps/toy.yaml", "is not a notebook that can be read"),
+        ("rate: 1,", "rat: 1,", "'rat' is not a parameter of nbs/train.ipynb; it has: end, rate"),
+        ("rate: 1,", "rate: fast,", "rate must be float as its default 0.5 is, got 'fast'"),
+        ("rate: 1,", "rate: true,", "rate must be float as its default 0.5 is, got True"),
+        ("rate: 1,", "rate: .nan,", "rate must be float as its default 0.5 is, got nan"),
+        ("rate: 1,", "rate: 1, rate: 2,", "rate is given twice"),
+        ("rate: 1,", f"rate: {10**400},", "rate must be float as its default 0.5 is, got 1000"),
+        ("rate: 1,", "run_dir: here,", "'run_dir' is not a parameter"),
+        ("{rate: 1, sleep: 0.02}", "[rate]", "parameters must be dict, got ['rate']"),
+        ("seed: [0]", "seed: [0.5]", "seed must be int as its default 0 is, got 0.5"),
+        ("seed: [0]", "seed: ['0']", "seed must be int as its default 0 is, got '0'"),
+        ("seed: [0]", "seed: [false]", "seed must be int as its default 0 is, got False"),
+        ("seed: [0]", "seed: 0", "seed must be a list of one or more values"),
+        ("seed: [0]", "sed: [0]", "'sed' is not a parameter"),
+        ("grid: {seed: [0, 1, 2]}", "cells: []", "cells must be a list of one or more values"),
+        ("grid: {seed: [0, 1, 2]}", "cells: [seed]", "must be a mapping of parameters, got 'seed'"),
+        ("[0, 1, 2]", "[0, 1, 1]", "two of its runs are the same, s1-"),
+        ("quick:", "fast:", "'fast' is not a key; the keys are smoke, quick, cpu, paper, bench"),
+        ("s{seed}", "s{sed}", "prefix 's{sed}' cannot be filled in from the parameters end, rate"),
+        ("s{seed}", "s" * 300 + "{seed}", "the name of a run has 310 characters, 150 are allowed"),
+        ("s{seed}", "{}", "prefix '{}' cannot be filled in"),
+        ("s{seed}", "{seed", "prefix '{seed' cannot be filled in"),
+        ("scales:", "scales: [", "toy.yaml: while parsing"),
+        ("scales:", "order: first\nscales:", "order must be int, got 'first'"),
+    ],
+)
 def test_sweeps_that_are_wrong(clone, old, new, message, capsys):
     assert old in SWEEP
     (clone / "data/sweeps/toy.yaml").write_text(SWEEP.replace(old, new))
     assert message in refused(["reproduce", "toy", "--scale", "quick"], capsys)
 
 
-@pytest.mark.parametrize("sources, tagged, message", [
-    (["x = 1"], None, "has no cells tagged 'parameters'"),
-    (["import os", "run_dir = os.getcwd()"], 1, "its parameters cell must hold lines NAME ="),
-    (["import os", "run_dir = ''\nprint(run_dir)"], 1, "its parameters cell must hold lines"),
-    (["import os", "a = b = 1"], 1, "its parameters cell must hold lines"),
-    (["import os", "%matplotlib inline"], 1, "its parameters cell must hold lines"),
-])
+@pytest.mark.parametrize(
+    "sources, tagged, message",
+    [
+        (["x = 1"], None, "has no cells tagged 'parameters'"),
+        (["import os", "run_dir = os.getcwd()"], 1, "its parameters cell must hold lines NAME ="),
+        (["import os", "run_dir = ''\nprint(run_dir)"], 1, "its parameters cell must hold lines"),
+        (["import os", "a = b = 1"], 1, "its parameters cell must hold lines"),
+        (["import os", "%matplotlib inline"], 1, "its parameters cell must hold lines"),
+    ],
+)
 def test_notebooks_that_are_wrong(clone, sources, tagged, message, capsys):
     write_notebook(clone / "nbs/train.ipynb", sources, tagged)
     assert message in refused(["reproduce"], capsys)

@@ -62,15 +62,31 @@ def test_a_prefix_goes_through_the_model_once(base, monkeypatch):
         assert shape == (len(found[0][~ended[:, at - 1], :at].unique(dim=0)), 1)
 
 
-@pytest.mark.parametrize("settings", [dict(temperature=0.5), dict(top_k=2), dict(top_p=0.5),
-                                      dict(max_new_tokens=1), dict(min_new_tokens=39),
-                                      dict(eos_token_id=[1, 5])])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        dict(temperature=0.5),
+        dict(top_k=2),
+        dict(top_p=0.5),
+        dict(max_new_tokens=1),
+        dict(min_new_tokens=39),
+        dict(eos_token_id=[1, 5]),
+    ],
+)
 def test_settings_act_as_in_transformers(base, settings):
     model, tokenizer = base
     encoded, found = prompts(tokenizer, ("sum", "sort"), 8), []
-    config = GenerationConfig(**dict(do_sample=True, temperature=1.0, top_k=0, max_new_tokens=40,
-                                     eos_token_id=end_tokens(model, tokenizer),
-                                     pad_token_id=tokenizer.pad_token_id) | settings)
+    config = GenerationConfig(
+        **dict(
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            max_new_tokens=40,
+            eos_token_id=end_tokens(model, tokenizer),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        | settings
+    )
     for fast in (draw, None):
         torch.manual_seed(0)
         found.append(model.generate(**encoded, generation_config=config, custom_generate=fast))
@@ -96,14 +112,16 @@ def test_nested_use_leaves_the_outer_one_and_what_was_there(base):
     assert model.generate is own
 
 
-@pytest.mark.parametrize(("name", "value"), [("do_sample", False), ("num_beams", 2),
-                                             ("return_dict_in_generate", True)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("do_sample", False), ("num_beams", 2), ("return_dict_in_generate", True)]
+)
 def test_what_is_not_drawn_here_is_refused(base, name, value):
     """Greedy decoding and beams would silently be samples."""
     model, tokenizer = base
     encoded = prompts(tokenizer, ("sum",), 2)
-    config = GenerationConfig(**dict(do_sample=True, max_new_tokens=3, eos_token_id=1,
-                                     pad_token_id=0) | {name: value})
+    config = GenerationConfig(
+        **dict(do_sample=True, max_new_tokens=3, eos_token_id=1, pad_token_id=0) | {name: value}
+    )
     with pytest.raises(ValueError, match=f"{name}={value}: only"):
         model.generate(**encoded, generation_config=config, custom_generate=draw)
 
@@ -133,8 +151,9 @@ def test_a_model_with_an_adapter_is_left_to_transformers():
     """Its own weights are not all of its weights: draws would be the base policy's."""
     model, tokenizer = load_policy()
     assert supported(model)
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"],
-                                       init_lora_weights=False), model)
+    inject_adapter_in_model(
+        LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False), model
+    )
     assert not supported(model)
     encoded, found = prompts(tokenizer, ("sum",), 8), []
     for path in ({}, {"custom_generate": None}):
@@ -225,10 +244,20 @@ def test_training_draws_with_it_and_learns_the_same(base, tmp_path, monkeypatch)
         model.model.register_forward_hook(count)
         run = Run(tmp_path / name, {})
         trainer = training.build_trainer(
-            KLConfig("k1", "reward", 0.1), model, tokenizer,
-            to_dataset(stream("sum", "train", 6, 0)), reward, tmp_path / name / "checkpoint",
-            seed=0, learning_rate=4.5e-4, warmup_steps=1, prompts_per_step=2, group_size=5,
-            max_length=40, save_steps=3)
+            KLConfig("k1", "reward", 0.1),
+            model,
+            tokenizer,
+            to_dataset(stream("sum", "train", 6, 0)),
+            reward,
+            tmp_path / name / "checkpoint",
+            seed=0,
+            learning_rate=4.5e-4,
+            warmup_steps=1,
+            prompts_per_step=2,
+            group_size=5,
+            max_length=40,
+            save_steps=3,
+        )
         recorder = training.Recorder(run, lambda model, n=None: {"pass_sum": 0.0, "kl": 0.0}, 1)
         trainer.add_callback(recorder)
         training.train(trainer, recorder)
@@ -247,9 +276,20 @@ def test_mixed_precision_is_left_to_transformers(tmp_path):
     for bf16 in (False, True):
         model, tokenizer = load_policy()
         trainer = training.build_trainer(
-            KLConfig("k1", "reward", 0.1), model, tokenizer,
-            to_dataset(stream("sum", "train", 2, 0)), reward, tmp_path / str(bf16), seed=0,
-            learning_rate=1e-4, warmup_steps=1, prompts_per_step=2, group_size=2,
-            max_length=8, save_steps=1, bf16=bf16)
+            KLConfig("k1", "reward", 0.1),
+            model,
+            tokenizer,
+            to_dataset(stream("sum", "train", 2, 0)),
+            reward,
+            tmp_path / str(bf16),
+            seed=0,
+            learning_rate=1e-4,
+            warmup_steps=1,
+            prompts_per_step=2,
+            group_size=2,
+            max_length=8,
+            save_steps=1,
+            bf16=bf16,
+        )
         trainer.train()
         assert supported(trainer.model) == supported(trainer.ref_model) == (not bf16)

@@ -44,12 +44,16 @@ def problems(root):
                 target = target / "index.html"
             if not target.is_relative_to(root.resolve()) or not target.exists():
                 found.append(f"{where} does not exist")
-            elif url.fragment and target in pages and (
-                    unquote(url.fragment) not in pages[target].anchors):
+            elif (
+                url.fragment
+                and target in pages
+                and (unquote(url.fragment) not in pages[target].anchors)
+            ):
                 found.append(f"{where} has no such anchor")
     for path in root.rglob("*.css"):
-        for address in re.findall(r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)",
-                                  path.read_text(errors="replace")):
+        for address in re.findall(
+            r"(?:url\(|@import)\s*[\"']?((?:https?:)?//[^\"')]+)", path.read_text(errors="replace")
+        ):
             found.append(f"{path.relative_to(root)}: {address} is fetched from outside")
     return found
 
@@ -61,16 +65,24 @@ def test_every_link_anchor_and_image_resolves_and_nothing_is_fetched_from_outsid
 GOOD = '<a href="b/two.html#there">x</a><a href="https://arxiv.org/">y</a><a href="#a">z</a>'
 
 
-@pytest.mark.parametrize("fault, report", [
-    ("", []),
-    ('<a href="b/three.html">', ["one.html: b/three.html does not exist"]),
-    ('<a href="b/two.html#gone">', ["one.html: b/two.html#gone has no such anchor"]),
-    ('<img src="b/plot.png">', ["one.html: b/plot.png does not exist"]),
-    ('<a href="../outside.html">', ["one.html: ../outside.html does not exist"]),
-    ('<script src="https://cdn.example/x.js"></script>',
-     ["one.html: https://cdn.example/x.js is fetched from outside"]),
-    ('<link rel="stylesheet" href="//cdn.example/x.css">',
-     ["one.html: //cdn.example/x.css is fetched from outside"])])
+@pytest.mark.parametrize(
+    "fault, report",
+    [
+        ("", []),
+        ('<a href="b/three.html">', ["one.html: b/three.html does not exist"]),
+        ('<a href="b/two.html#gone">', ["one.html: b/two.html#gone has no such anchor"]),
+        ('<img src="b/plot.png">', ["one.html: b/plot.png does not exist"]),
+        ('<a href="../outside.html">', ["one.html: ../outside.html does not exist"]),
+        (
+            '<script src="https://cdn.example/x.js"></script>',
+            ["one.html: https://cdn.example/x.js is fetched from outside"],
+        ),
+        (
+            '<link rel="stylesheet" href="//cdn.example/x.css">',
+            ["one.html: //cdn.example/x.css is fetched from outside"],
+        ),
+    ],
+)
 def test_the_check_of_links_finds_a_planted_fault(tmp_path, fault, report):
     (tmp_path / "outside.html").write_text("")
     (tmp_path / "site" / "b").mkdir(parents=True)
@@ -92,14 +104,18 @@ def test_every_exported_name_is_in_the_api_pages(site, module):
 
 def test_every_notebook_is_a_page_in_the_menu(site):
     home = {urlsplit(link).path for link in Page(site / "index.html").links}
-    notebooks = {p.relative_to(ROOT).with_suffix(".html").as_posix()
-                 for p in ROOT.glob("nbs/**/*.ipynb")}
+    notebooks = {
+        p.relative_to(ROOT).with_suffix(".html").as_posix() for p in ROOT.glob("nbs/**/*.ipynb")
+    }
     assert notebooks <= home
 
 
 def test_no_nbdev_directive_is_left_on_a_page(site):
-    marked = [p.name for p in site.glob("nbs/*/*.html")
-              if re.search(r"#\|\s*(export|hide|default_exp|eval)", p.read_text())]
+    marked = [
+        p.name
+        for p in site.glob("nbs/*/*.html")
+        if re.search(r"#\|\s*(export|hide|default_exp|eval)", p.read_text())
+    ]
     assert marked == []
 
 
@@ -116,19 +132,35 @@ def staged(monkeypatch, folder, *cells, executed=True):
     monkeypatch.setattr(build, "ROOT", folder)
     monkeypatch.setattr(build, "SRC", folder / "src")
     (folder / path).parent.mkdir(parents=True)
-    write_nb({"cells": list(cells), "nbformat": 4, "nbformat_minor": 5,
-              "metadata": {"kernelspec": {"name": "python3", "language": "python"}}}, folder / path)
+    write_nb(
+        {
+            "cells": list(cells),
+            "nbformat": 4,
+            "nbformat_minor": 5,
+            "metadata": {"kernelspec": {"name": "python3", "language": "python"}},
+        },
+        folder / path,
+    )
     build.stage_notebook(path, executed)
     return read_nb(folder / "src" / path)
 
 
 def test_directives_become_what_the_page_needs(tmp_path, monkeypatch):
-    page = staged(monkeypatch, tmp_path, mk_cell("# Title", "markdown"),
-                  mk_cell("#| default_exp x"), mk_cell("#| export\ndef f(): pass"),
-                  mk_cell("#| hide\nimport nbdev"), mk_cell("#| eval: false\nboom()"))
+    page = staged(
+        monkeypatch,
+        tmp_path,
+        mk_cell("# Title", "markdown"),
+        mk_cell("#| default_exp x"),
+        mk_cell("#| export\ndef f(): pass"),
+        mk_cell("#| hide\nimport nbdev"),
+        mk_cell("#| eval: false\nboom()"),
+    )
     assert [(c.source, c.metadata.get("tags", [])) for c in page.cells] == [
-        ("# Title", []), ("def f(): pass", []), ("import nbdev", ["remove-cell"]),
-        ("boom()", ["skip-execution"])]
+        ("# Title", []),
+        ("def f(): pass", []),
+        ("import nbdev", ["remove-cell"]),
+        ("boom()", ["skip-execution"]),
+    ]
 
 
 def test_a_notebook_that_is_not_executed_says_so(tmp_path, monkeypatch):
@@ -139,14 +171,27 @@ def test_a_notebook_that_is_not_executed_says_so(tmp_path, monkeypatch):
 def notebook(folder, *cells):
     """The path of a notebook of `cells` in `folder`."""
     folder.mkdir(exist_ok=True)
-    write_nb({"cells": list(cells), "nbformat": 4, "nbformat_minor": 5,
-              "metadata": {"kernelspec": {"name": "python3"}}}, folder / "page.ipynb")
+    write_nb(
+        {
+            "cells": list(cells),
+            "nbformat": 4,
+            "nbformat_minor": 5,
+            "metadata": {"kernelspec": {"name": "python3"}},
+        },
+        folder / "page.ipynb",
+    )
     return folder / "page.ipynb"
 
 
-@pytest.mark.parametrize("cell, words", [("1 / 0", "ZeroDivisionError"), ("x = ", "SyntaxError"),
-                                         ("import time; time.sleep(60)", "more than 2 s"),
-                                         ("import os; os._exit(3)", "")])
+@pytest.mark.parametrize(
+    "cell, words",
+    [
+        ("1 / 0", "ZeroDivisionError"),
+        ("x = ", "SyntaxError"),
+        ("import time; time.sleep(60)", "more than 2 s"),
+        ("import os; os._exit(3)", ""),
+    ],
+)
 def test_a_cell_that_fails_or_hangs_fails_the_build(tmp_path, monkeypatch, capfd, cell, words):
     monkeypatch.setattr(execute, "PRELOADED", [])
     monkeypatch.setattr(execute, "TIMEOUT", 2)
@@ -174,8 +219,10 @@ def drawn(curves, shade):
 def test_a_picture_gets_smaller_and_looks_the_same():
     before = drawn(curves=4, shade=0.1)
     after = execute.smaller(before)
-    pixels = [np.asarray(Image.open(io.BytesIO(b64decode(png))).convert("RGB"), int)
-              for png in (before, after)]
+    pixels = [
+        np.asarray(Image.open(io.BytesIO(b64decode(png))).convert("RGB"), int)
+        for png in (before, after)
+    ]
     assert len(after) < len(before) / 2 and 0 < abs(pixels[0] - pixels[1]).max() <= 25
     colours, count = np.unique(pixels[0].reshape(-1, 3), axis=0, return_counts=True)
     for shade in colours[np.argsort(-count)[:8]]:  # paper, curves, bands: none is changed
@@ -191,9 +238,26 @@ def test_a_picture_of_too_many_colours_stays():
 def test_a_broken_link_fails_the_build(tmp_path):
     path = notebook(tmp_path / "src", mk_cell("# Title\n\n[gone](gone.ipynb)", "markdown"))
     ran = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-n", "-W", "-E", "-q", "-c", DOCS, "-D", "root_doc=page",
-         "-D", "include_patterns=page.ipynb", path.parent, tmp_path / "out"],
-        capture_output=True, text=True)
+        [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-n",
+            "-W",
+            "-E",
+            "-q",
+            "-c",
+            DOCS,
+            "-D",
+            "root_doc=page",
+            "-D",
+            "include_patterns=page.ipynb",
+            path.parent,
+            tmp_path / "out",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode != 0 and "gone.ipynb" in ran.stderr
 
 
@@ -220,15 +284,25 @@ def without_version(root):
     pd.read_csv(path).drop(columns="version").to_csv(path, index=False)
 
 
-@pytest.mark.parametrize("plant, words", [
-    (without_runs, "data/runs/table1/runs.csv is missing"),
-    (with_another_sweep, "is not what table1.yaml says of scale cpu"),
-    (with_a_new_parameter, "is not what table1.yaml says of scale cpu"),
-    (without_version, "has no column version")], ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(
+    "plant, words",
+    [
+        (without_runs, "data/runs/table1/runs.csv is missing"),
+        (with_another_sweep, "is not what table1.yaml says of scale cpu"),
+        (with_a_new_parameter, "is not what table1.yaml says of scale cpu"),
+        (without_version, "has no column version"),
+    ],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
 def test_a_figure_whose_runs_are_missing_or_old_fails_the_build(
-        tmp_path, monkeypatch, plant, words):
-    for name in ("data/sweeps/table1.yaml", "data/runs/table1/runs.csv",
-                 "nbs/experiments/24_gradients.ipynb", "nbs/gallery/30a_table1.ipynb"):
+    tmp_path, monkeypatch, plant, words
+):
+    for name in (
+        "data/sweeps/table1.yaml",
+        "data/runs/table1/runs.csv",
+        "nbs/experiments/24_gradients.ipynb",
+        "nbs/gallery/30a_table1.ipynb",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     assert build.stale(tmp_path) == []
@@ -250,17 +324,29 @@ def test_the_home_page_says_what_each_library_does_by_default(site):
         for row in rows(found):
             if row["default"]:
                 words = unescape(row["verdict"]).removesuffix(", but where a clamp acts")
-                assert re.search(rf"{found['title']} [^|]{{3,90}}{re.escape(words)}",
-                                 text.replace("\u2019", "'")), (found["title"], words)
+                assert re.search(
+                    rf"{found['title']} [^|]{{3,90}}{re.escape(words)}", text.replace("\u2019", "'")
+                ), (found["title"], words)
 
 
 def test_the_menu_leads_from_the_choice_to_the_reference(site):
     links = [urlsplit(link).path for link in Page(site / "index.html").links]
-    order = ["nbs/gallery/36_choose", "nbs/derivations/01_estimators", "nbs/derivations/08_optimum",
-             "nbs/gallery/31_on_policy", "nbs/gallery/30b_figure1", "nbs/gallery/35_claims",
-             "nbs/gallery/34_libraries", "nbs/auditing/01_toy", "nbs/auditing/adapters/trl",
-             "nbs/experiments/20_on_policy", "api/index", "reproduce", "CHANGELOG",
-             "CONTRIBUTING"]
+    order = [
+        "nbs/gallery/36_choose",
+        "nbs/derivations/01_estimators",
+        "nbs/derivations/08_optimum",
+        "nbs/gallery/31_on_policy",
+        "nbs/gallery/30b_figure1",
+        "nbs/gallery/35_claims",
+        "nbs/gallery/34_libraries",
+        "nbs/auditing/01_toy",
+        "nbs/auditing/adapters/trl",
+        "nbs/experiments/20_on_policy",
+        "api/index",
+        "reproduce",
+        "CHANGELOG",
+        "CONTRIBUTING",
+    ]
     menu = list(dict.fromkeys(link for link in links if link in {f"{x}.html" for x in order}))
     assert menu == [f"{x}.html" for x in order]
 
@@ -271,7 +357,7 @@ def test_the_changelog_has_this_version():
 
 def search_index(site):
     text = (site / "searchindex.js").read_text()
-    return json.loads(text[text.index("(") + 1:text.rindex(")")])
+    return json.loads(text[text.index("(") + 1 : text.rindex(")")])
 
 
 def test_search_finds_every_exported_name(site):
@@ -290,8 +376,14 @@ def test_a_page_offers_its_notebook(site, path):
     (link,) = {link for link in Page(page).links if link.endswith(".ipynb")}
     offered = (page.parent / link).resolve()
     plain = re.compile(r"^#\|.*\n?", re.M)
-    code = [[plain.sub("", cell.source).strip("\n") for cell in read_nb(nb).cells
-             if cell.cell_type == "code"] for nb in (offered, ROOT / path)]
+    code = [
+        [
+            plain.sub("", cell.source).strip("\n")
+            for cell in read_nb(nb).cells
+            if cell.cell_type == "code"
+        ]
+        for nb in (offered, ROOT / path)
+    ]
     assert code[0] == [source for source in code[1] if source]
 
 
@@ -299,7 +391,20 @@ def test_a_notebook_from_the_site_runs(site, tmp_path):
     """In its folder of a clone, papermill's parameters included."""
     path = Path("nbs/gallery/30a_table1.ipynb")
     ran = subprocess.run(
-        [sys.executable, "-m", "papermill", site / "_sources" / path, tmp_path / "out.ipynb",
-         "--cwd", ROOT / path.parent, "-p", "out_dir", tmp_path], capture_output=True, text=True)
+        [
+            sys.executable,
+            "-m",
+            "papermill",
+            site / "_sources" / path,
+            tmp_path / "out.ipynb",
+            "--cwd",
+            ROOT / path.parent,
+            "-p",
+            "out_dir",
+            tmp_path,
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     assert (tmp_path / "table1.csv").exists()

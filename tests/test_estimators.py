@@ -10,20 +10,26 @@ from kl_comedy.theory import estimators
 from kl_comedy.theory.estimators import ESTIMATORS, exact_kl, k1, k2, k3, log_ratio
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-WIDE = {torch.float32: torch.float32, torch.float64: torch.float64,
-        torch.bfloat16: torch.float32, torch.float16: torch.float32}
+WIDE = {
+    torch.float32: torch.float32,
+    torch.float64: torch.float64,
+    torch.bfloat16: torch.float32,
+    torch.float16: torch.float32,
+}
 
 
 def randn(*shape, dtype=torch.float64, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed),
-                       dtype=torch.float64).to(dtype)
+    return torch.randn(
+        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    ).to(dtype)
 
 
 def k3_truth(d):
     "exp(d) - 1 - d with 80 digits, for every number of d."
     with localcontext(prec=80):
-        return torch.tensor([float(Decimal(x).exp() - 1 - Decimal(x)) for x in d.tolist()],
-                            dtype=torch.float64)
+        return torch.tensor(
+            [float(Decimal(x).exp() - 1 - Decimal(x)) for x in d.tolist()], dtype=torch.float64
+        )
 
 
 def plain_kl(logits, ref_logits):
@@ -32,6 +38,7 @@ def plain_kl(logits, ref_logits):
 
 
 # ---- one-sample estimates
+
 
 @pytest.mark.parametrize("k", ESTIMATORS.values(), ids=ESTIMATORS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -65,7 +72,7 @@ def test_sign_and_direction():
     assert log_ratio(logp, ref_logp).tolist() == [-1, 1]
     assert k1(logp, ref_logp).tolist() == [1, -1]
     for k in (k2, k3):
-        grad, = torch.autograd.grad(k(logp, ref_logp).sum(), logp)
+        (grad,) = torch.autograd.grad(k(logp, ref_logp).sum(), logp)
         assert grad[0] > 0 > grad[1]
 
 
@@ -89,7 +96,7 @@ def test_k3_keeps_its_relative_accuracy(dtype, tolerance):
 def test_k3_slope_keeps_its_relative_accuracy(dtype):
     size = torch.logspace(-12, math.log10(40), 500, dtype=torch.float64)
     d = torch.cat([size, -size]).to(dtype).requires_grad_()
-    slope, = torch.autograd.grad(k3(torch.zeros_like(d), d).sum(), d)
+    (slope,) = torch.autograd.grad(k3(torch.zeros_like(d), d).sum(), d)
     truth = torch.expm1(d.detach().double())
     tolerance = 1e-5 if dtype == torch.float32 else 1e-13
     assert ((slope.double() - truth).abs() <= tolerance * truth.abs()).all()
@@ -99,8 +106,9 @@ def test_k3_slope_keeps_its_relative_accuracy(dtype):
 def test_k2_and_k3_are_never_negative(dtype):
     info = torch.finfo(dtype)
     tiny = torch.tensor([info.smallest_normal, 5e-324, 1e-45, 1e-40, info.eps]).to(dtype)
-    size = torch.cat([tiny, torch.logspace(-45, 4.8, 2000).to(dtype),
-                      randn(5000, dtype=dtype).abs() * 1e-3])
+    size = torch.cat(
+        [tiny, torch.logspace(-45, 4.8, 2000).to(dtype), randn(5000, dtype=dtype).abs() * 1e-3]
+    )
     for d in (size, -size):
         logp = randn(len(d), dtype=dtype, seed=2)
         for k in (k2, k3):
@@ -113,8 +121,34 @@ def test_k2_and_k3_are_never_negative(dtype):
 @pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
 def test_value_and_gradient_are_finite_for_every_finite_input(k, dtype):
     largest = torch.finfo(dtype).max
-    size = [0, 5e-324, 1e-45, 1e-30, 1e-10, 1e-3, 0.25, 1, 2.62, 11, 44.3, 44.5, 88, 89, 100,
-            354, 356, 709, 710, 1e3, 1e6, 9e18, 1e19, 1e30, largest / 2, largest]
+    size = [
+        0,
+        5e-324,
+        1e-45,
+        1e-30,
+        1e-10,
+        1e-3,
+        0.25,
+        1,
+        2.62,
+        11,
+        44.3,
+        44.5,
+        88,
+        89,
+        100,
+        354,
+        356,
+        709,
+        710,
+        1e3,
+        1e6,
+        9e18,
+        1e19,
+        1e30,
+        largest / 2,
+        largest,
+    ]
     x = torch.tensor([s * v for v in size for s in (1, -1)], dtype=torch.float64).to(dtype)
     logp, ref_logp = (x.clone() for x in torch.meshgrid(x, x, indexing="ij"))
     logp.requires_grad_(), ref_logp.requires_grad_()
@@ -132,7 +166,7 @@ def test_k3_is_not_silenced_and_has_no_jump_at_its_seams(dtype):
     far = torch.tensor([1, 2.7, 12, 40, 1e4, 1e15], dtype=dtype)
     d = torch.cat([below, seam, above, far]).requires_grad_()
     y = k3(torch.zeros_like(d), d)
-    slope, = torch.autograd.grad(y.sum(), d)
+    (slope,) = torch.autograd.grad(y.sum(), d)
     step = math.exp(top)
     assert (y[:3] / step - 1).abs().max() < 1e-3
     assert (slope[:3] / step - 1).abs().max() < 1e-4
@@ -142,7 +176,7 @@ def test_k3_is_not_silenced_and_has_no_jump_at_its_seams(dtype):
         d = torch.cat([torch.nextafter(seam, seam - 1), seam, torch.nextafter(seam, seam + 1)])
         d.requires_grad_()
         y = k3(torch.zeros_like(d), d)
-        slope, = torch.autograd.grad(y.sum(), d)
+        (slope,) = torch.autograd.grad(y.sum(), d)
         eps = 8 * torch.finfo(dtype).eps
         torch.testing.assert_close(y.detach(), y[1].detach().expand(3), rtol=4 * eps, atol=0)
         torch.testing.assert_close(slope, torch.expm1(d.detach()), rtol=4 * eps, atol=0)
@@ -150,8 +184,10 @@ def test_k3_is_not_silenced_and_has_no_jump_at_its_seams(dtype):
 
 @pytest.mark.parametrize("k", ESTIMATORS.values(), ids=ESTIMATORS)
 def test_gradcheck(k):
-    d = torch.tensor([0, 1e-8, -1e-8, 1e-3, -1e-3, 0.2499, 0.2501, -0.2499, -0.2501, 1, -1, 5,
-                      -20], dtype=torch.float64)
+    d = torch.tensor(
+        [0, 1e-8, -1e-8, 1e-3, -1e-3, 0.2499, 0.2501, -0.2499, -0.2501, 1, -1, 5, -20],
+        dtype=torch.float64,
+    )
     logp = -randn(len(d)).abs()
     pair = logp.requires_grad_(), (logp.detach() + d).requires_grad_()
     assert torch.autograd.gradcheck(k, pair)
@@ -165,8 +201,9 @@ def test_k1_and_k3_are_unbiased(tokens, distance):
     ref_logp = (logits + distance * randn(tokens, seed=1)).log_softmax(-1)
     exact = exact_kl(logp, ref_logp)
     for k in (k1, k3):
-        torch.testing.assert_close((logp.exp() * k(logp, ref_logp)).sum(), exact, atol=1e-14,
-                                   rtol=1e-9)
+        torch.testing.assert_close(
+            (logp.exp() * k(logp, ref_logp)).sum(), exact, atol=1e-14, rtol=1e-9
+        )
 
 
 def test_k2_is_biased_to_third_order():
@@ -177,15 +214,19 @@ def test_k2_is_biased_to_third_order():
     for distance in (1e-2, 1e-3):
         ref_logp = (logits + distance * direction).log_softmax(-1)
         bias = (logp.exp() * (k2(logp, ref_logp) - k3(logp, ref_logp))).sum()
-        assert abs(bias / (-distance**3 * third) - 1) < 10 * distance
+        assert abs(bias / (-(distance**3) * third) - 1) < 10 * distance
 
 
 @pytest.mark.parametrize("k", ESTIMATORS.values(), ids=ESTIMATORS)
-@pytest.mark.parametrize("logp, ref_logp, error, words", [
-    (torch.zeros(2), torch.zeros(3), ValueError, "ref_logp has shape (3,)"),
-    (torch.zeros(2, 1), torch.zeros(2), ValueError, "shape of logp, (2, 1)"),
-    (torch.zeros(2).long(), torch.zeros(2), TypeError, "logp has dtype torch.int64"),
-    (torch.zeros(2), torch.zeros(2).bool(), TypeError, "ref_logp has dtype torch.bool")])
+@pytest.mark.parametrize(
+    "logp, ref_logp, error, words",
+    [
+        (torch.zeros(2), torch.zeros(3), ValueError, "ref_logp has shape (3,)"),
+        (torch.zeros(2, 1), torch.zeros(2), ValueError, "shape of logp, (2, 1)"),
+        (torch.zeros(2).long(), torch.zeros(2), TypeError, "logp has dtype torch.int64"),
+        (torch.zeros(2), torch.zeros(2).bool(), TypeError, "ref_logp has dtype torch.bool"),
+    ],
+)
 def test_bad_input_is_named(k, logp, ref_logp, error, words):
     with pytest.raises(error) as caught:
         k(logp, ref_logp)
@@ -218,10 +259,19 @@ def test_exact_kl_in_every_dtype_shape_and_block(monkeypatch, dtype, shape, bloc
         torch.testing.assert_close(grad, want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("cut", [
-    lambda x: x[:, :-1], lambda x: x[..., ::2], lambda x: x.transpose(0, 1), lambda x: x[1:, 2],
-    lambda x: x.transpose(-1, -2), lambda x: x[:1].expand(3, -1, -1), lambda x: x[0, 0, ::3]],
-    ids=["slice", "stride", "transpose", "row", "swap", "expand", "vector"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x[:, :-1],
+        lambda x: x[..., ::2],
+        lambda x: x.transpose(0, 1),
+        lambda x: x[1:, 2],
+        lambda x: x.transpose(-1, -2),
+        lambda x: x[:1].expand(3, -1, -1),
+        lambda x: x[0, 0, ::3],
+    ],
+    ids=["slice", "stride", "transpose", "row", "swap", "expand", "vector"],
+)
 def test_exact_kl_of_views(monkeypatch, cut):
     monkeypatch.setattr(estimators, "BLOCK", 16)
     logits, ref_logits = (randn(4, 5, 6, seed=s).requires_grad_() for s in (0, 1))
@@ -241,7 +291,7 @@ def test_exact_kl_gradcheck_and_single_gradients():
         assert torch.autograd.gradcheck(exact_kl, pair)
     pair = [x.clone().requires_grad_() for x in (logits, ref_logits)]
     y = exact_kl(*pair).square().sum()
-    first, = torch.autograd.grad(y, pair[0], create_graph=True)
+    (first,) = torch.autograd.grad(y, pair[0], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
 
@@ -312,7 +362,7 @@ def test_exact_kl_where_the_policy_gives_a_token_less_than_the_smallest_number(d
     logits = torch.tensor([[0.0, -depth, 0.0]], requires_grad=True)
     y = exact_kl(logits, torch.zeros(1, 3))
     assert y.item() == pytest.approx(math.log(1.5), abs=1e-6)
-    grad, = torch.autograd.grad(y.sum(), logits)
+    (grad,) = torch.autograd.grad(y.sum(), logits)
     assert grad.abs().max() < 1e-6  # the policy is what it can be
 
 
@@ -332,18 +382,23 @@ def test_exact_kl_names_a_logit_that_is_not_finite(bad, which, name, shape, inde
     pair[which][index] = bad
     with pytest.raises(ValueError) as caught:
         exact_kl(*pair)
-    assert str(caught.value).startswith(f"{name} is {bad} at position {index[:-1]}, "
-                                        f"token {index[-1]}:")
+    assert str(caught.value).startswith(
+        f"{name} is {bad} at position {index[:-1]}, token {index[-1]}:"
+    )
 
 
-@pytest.mark.parametrize("logits, ref_logits, error, words", [
-    (torch.zeros(2, 3), torch.zeros(2, 4), ValueError, "logits (2, 3) and ref_logits (2, 4)"),
-    (torch.zeros(2, 3), torch.zeros(3), ValueError, "one shape (..., V)"),
-    (torch.zeros(()), torch.zeros(()), ValueError, "one shape (..., V)"),
-    (torch.zeros(2, 0), torch.zeros(2, 0), ValueError, "V >= 1"),
-    (torch.zeros(2, 3).long(), torch.zeros(2, 3), TypeError, "logits has dtype torch.int64"),
-    (torch.zeros(2, 3), torch.zeros(2, 3).int(), TypeError, "ref_logits has dtype torch.int32"),
-    (torch.tensor([3e38, -3e38]), torch.zeros(2), ValueError, "lie further apart than")])
+@pytest.mark.parametrize(
+    "logits, ref_logits, error, words",
+    [
+        (torch.zeros(2, 3), torch.zeros(2, 4), ValueError, "logits (2, 3) and ref_logits (2, 4)"),
+        (torch.zeros(2, 3), torch.zeros(3), ValueError, "one shape (..., V)"),
+        (torch.zeros(()), torch.zeros(()), ValueError, "one shape (..., V)"),
+        (torch.zeros(2, 0), torch.zeros(2, 0), ValueError, "V >= 1"),
+        (torch.zeros(2, 3).long(), torch.zeros(2, 3), TypeError, "logits has dtype torch.int64"),
+        (torch.zeros(2, 3), torch.zeros(2, 3).int(), TypeError, "ref_logits has dtype torch.int32"),
+        (torch.tensor([3e38, -3e38]), torch.zeros(2), ValueError, "lie further apart than"),
+    ],
+)
 def test_exact_kl_refuses_what_it_cannot_do(logits, ref_logits, error, words):
     with pytest.raises(error) as caught:
         exact_kl(logits, ref_logits)

@@ -41,9 +41,27 @@ def page(tmp_path_factory):
     (folder / "src").mkdir()
     shutil.copy(DOCS / "explorer.md", folder / "src")
     ran = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-n", "-W", "-q", "-c", DOCS, "-D", "root_doc=explorer",
-         "-D", "include_patterns=explorer.md", "-D", "suppress_warnings=myst.xref_missing",
-         folder / "src", folder / "html"], capture_output=True, text=True)
+        [
+            sys.executable,
+            "-m",
+            "sphinx",
+            "-n",
+            "-W",
+            "-q",
+            "-c",
+            DOCS,
+            "-D",
+            "root_doc=explorer",
+            "-D",
+            "include_patterns=explorer.md",
+            "-D",
+            "suppress_warnings=myst.xref_missing",
+            folder / "src",
+            folder / "html",
+        ],
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 0, ran.stderr
     return folder / "html" / "explorer.html"
 
@@ -66,6 +84,7 @@ def fields(config):
 
 
 # ---- the lab's side ----
+
 
 @cache
 def built(length):
@@ -101,8 +120,10 @@ def field(x, config):
 def curl(x, config, h=1e-3):
     def turn(d):
         (east, west), (north, south) = [
-            [field({**x, name: x[name] + step}, config) for step in (d, -d)] for name in "ab"]
+            [field({**x, name: x[name] + step}, config) for step in (d, -d)] for name in "ab"
+        ]
         return (east - west)[1] - (north - south)[0]
+
     return ((8 * turn(h) - turn(2 * h)) / (12 * h)).item()
 
 
@@ -140,12 +161,20 @@ def numbers(x, config):
     policy, ref, stale = policies(x)
     true, found = exact_gradient(policy, ref), expected_gradient(policy, ref, config, stale)
     bias = (found - true).norm().item()
-    return {"kl": divergence(policy, ref).item(), "pass": passed(policy)[0],
-            "gradient": true.tolist(), "expected": found.tolist(), "bias": bias,
-            "variance": gradient_variance(policy, ref, config, stale),
-            "relative": bias / true.norm().item(),
-            "cosine": (torch.cosine_similarity(true, found, 0).item()
-                       if found.norm() > 1e-12 * x["T"] else None)}
+    return {
+        "kl": divergence(policy, ref).item(),
+        "pass": passed(policy)[0],
+        "gradient": true.tolist(),
+        "expected": found.tolist(),
+        "bias": bias,
+        "variance": gradient_variance(policy, ref, config, stale),
+        "relative": bias / true.norm().item(),
+        "cosine": (
+            torch.cosine_similarity(true, found, 0).item()
+            if found.norm() > 1e-12 * x["T"]
+            else None
+        ),
+    }
 
 
 def random_settings(rng, length, stale):
@@ -156,13 +185,18 @@ def random_settings(rng, length, stale):
 
 # ---- numbers ----
 
+
 def test_every_configuration_has_the_numbers_of_the_lab(browser):
     rng = np.random.default_rng(0)
     lengths = itertools.cycle([1, 2, 3, 5, 8, 13, 17])
-    cases = [(random_settings(rng, next(lengths), stale), c)
-             for c in CONFIGS for stale in (False, True)]
-    cases += [(random_settings(rng, length, stale), c)
-              for c in CONFIGS[::8] for length, stale in ((64, True), (128, False))]
+    cases = [
+        (random_settings(rng, next(lengths), stale), c) for c in CONFIGS for stale in (False, True)
+    ]
+    cases += [
+        (random_settings(rng, length, stale), c)
+        for c in CONFIGS[::8]
+        for length, stale in ((64, True), (128, False))
+    ]
     found = call(browser, "compute", *[(x, fields(c)) for x, c in cases])
     for (x, config), page in zip(cases, found, strict=True):
         lab = numbers(x, config)
@@ -176,7 +210,8 @@ def test_every_configuration_has_the_numbers_of_the_lab(browser):
         assert (page["cosine"] or 0) == pytest.approx(lab["cosine"] or 0, abs=1e-9), case
         assert page["relative"] == pytest.approx(lab["relative"], rel=1e-9, abs=1e-9), case
         assert page["relativeVariance"] == pytest.approx(
-            lab["variance"] / np.linalg.norm(lab["gradient"])**2, rel=1e-9), case
+            lab["variance"] / np.linalg.norm(lab["gradient"]) ** 2, rel=1e-9
+        ), case
 
 
 def test_the_curl_is_that_of_the_labs_field(browser):
@@ -189,28 +224,37 @@ def test_the_curl_is_that_of_the_labs_field(browser):
 
 
 def test_the_unbiased_have_no_curl_and_the_frozen_states_do(browser):
-    k3 = {place: call(browser, "compute", (START, fields(KLConfig("k3", place))))[0]["curl"]
-          for place in ("loss", "both")}
+    k3 = {
+        place: call(browser, "compute", (START, fields(KLConfig("k3", place))))[0]["curl"]
+        for place in ("loss", "both")
+    }
     assert abs(k3["both"]) < 1e-9 and abs(k3["loss"]) > 1
 
 
 def test_at_the_reference_relative_numbers_have_no_meaning(browser):
     x = START | {"a": 0.5, "b": 0.5, "C": 0}
-    page, = call(browser, "compute", (x, fields(KLConfig("k3", "loss"))))
+    (page,) = call(browser, "compute", (x, fields(KLConfig("k3", "loss"))))
     assert page["bias"] == 0 and page["variance"] == 0 and page["kl"] == 0
     assert page["relative"] is page["relativeVariance"] is page["cosine"] is None
 
 
 NEAR = START | {"C": 0, "T": 6}
 DESCENTS = [
-    (START, None), (START, KLConfig("k3", "loss")), (NEAR, KLConfig("k2", "both")),
-    (NEAR, KLConfig("k1", "loss")), (NEAR, KLConfig("k3", "reward")),
+    (START, None),
+    (START, KLConfig("k3", "loss")),
+    (NEAR, KLConfig("k2", "both")),
+    (NEAR, KLConfig("k1", "loss")),
+    (NEAR, KLConfig("k3", "reward")),
     (NEAR | {"C": -1}, KLConfig("exact", "both", credit="to_go")),
-    (NEAR | {"reward": 4}, None), (NEAR | {"reward": 4}, KLConfig("k3", "loss")),
+    (NEAR | {"reward": 4}, None),
+    (NEAR | {"reward": 4}, KLConfig("k3", "loss")),
     (NEAR | {"reward": 4}, KLConfig("k1", "loss")),
     (NEAR | {"stale": 0.5}, KLConfig("k1", "reward", importance="sequence")),
-    (NEAR | {"C": -1, "stale": 0.5, "reward": 2},
-     KLConfig("k3", "both", credit="token", importance="token"))]
+    (
+        NEAR | {"C": -1, "stale": 0.5, "reward": 2},
+        KLConfig("k3", "both", credit="token", importance="token"),
+    ),
+]
 
 
 def test_descent_ends_where_it_ends_with_the_labs_gradients(browser):
@@ -225,9 +269,12 @@ def test_descent_ends_where_it_ends_with_the_labs_gradients(browser):
 
 # ---- configurations ----
 
+
 def test_the_page_allows_what_klconfig_allows_and_has_its_labels(browser):
-    offered = {name: values[values[0] == "none" and name == "placement":]
-               for name, values in CHOICES.items()}
+    offered = {
+        name: values[values[0] == "none" and name == "placement" :]
+        for name, values in CHOICES.items()
+    }
     assert browser.run("window.klExplorer.CHOICES") == {k: list(v) for k, v in offered.items()}
     for values in itertools.product(*[(*v, "other") for v in offered.values()]):
         choice = dict(zip(CHOICES, values, strict=True))
@@ -235,14 +282,14 @@ def test_the_page_allows_what_klconfig_allows_and_has_its_labels(browser):
             label = KLConfig(**choice).label
         except ValueError:
             label = None
-        allowed, = call(browser, "allowed", (choice,))
+        (allowed,) = call(browser, "allowed", (choice,))
         assert allowed == (label is not None), choice
         if allowed:
             assert call(browser, "label", (choice,)) == [label]
 
 
 def luminance(rgb):
-    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055)**2.4 for v in rgb]
+    linear = [v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in rgb]
     return np.dot([0.2126, 0.7152, 0.0722], linear)
 
 
@@ -261,7 +308,7 @@ def test_a_configuration_has_its_one_colour_and_is_readable(browser, theme):
     for (estimator, placement), colour in COLOURS.items():
         choose(browser, estimator=estimator, placement=placement)
         drawn = computed(browser, "#kl-explorer .mine.path", "stroke")
-        pure = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        pure = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         mixed = [(v + 1) / 2 for v in pure]  # half white
         assert drawn == pytest.approx(pure if theme == "light" else mixed, abs=1e-3)
         low, high = sorted([luminance(drawn), paper])
@@ -293,18 +340,27 @@ def shown(browser):
 def holds(browser, x, config):
     "The table shows the lab's numbers for these settings."
     table, lab = shown(browser), numbers(x, config)
-    wanted = {"true-gradient": lab["gradient"], "gradient": lab["expected"], "bias": lab["bias"],
-              "cosine": lab["cosine"], "variance": lab["variance"], "curl": curl(x, config)}
+    wanted = {
+        "true-gradient": lab["gradient"],
+        "gradient": lab["expected"],
+        "bias": lab["bias"],
+        "cosine": lab["cosine"],
+        "variance": lab["variance"],
+        "curl": curl(x, config),
+    }
     for prefix, c in (("true-", None), ("", config)):
         end, *_ = descend(x, c)
-        wanted |= {f"{prefix}end": end, f"{prefix}kl": kl_at(x, end),
-                   f"{prefix}pass": passed(policies(moved(x, end))[0])[0]}
+        wanted |= {
+            f"{prefix}end": end,
+            f"{prefix}kl": kl_at(x, end),
+            f"{prefix}pass": passed(policies(moved(x, end))[0])[0],
+        }
     for name, value in wanted.items():
         text, exactly = table[name]
         assert exactly == pytest.approx(value, rel=1e-9, abs=1e-9), name
         written = [float(v) for v in re.findall(r"-?[\d.]+(?:e-?\d+)?", text.replace("−", "-"))]
         rounded = np.atleast_1d(value) * (100 if name.endswith("pass") else 1)
-        assert written[:len(rounded)] == pytest.approx(rounded, rel=5e-3, abs=1e-6), name
+        assert written[: len(rounded)] == pytest.approx(rounded, rel=5e-3, abs=1e-6), name
 
 
 def focused(browser):
@@ -375,9 +431,11 @@ def test_a_click_on_the_map_moves_the_policy(browser):
 
 def least(x):
     "The smallest KL on the map, by an optimiser, from several policies."
+
     def kl(at):
         policy, ref, _ = policies(moved(x, at))
         return divergence(policy, ref).item(), exact_gradient(policy, ref).numpy()
+
     starts = itertools.product((-1.5, 1.5), repeat=2)
     return min(minimize(kl, at, jac=True, bounds=[(-3, 3)] * 2).fun for at in starts)
 
@@ -389,7 +447,7 @@ def test_the_experiments_show_what_the_page_says(browser):
     assert kl_at(x, best[0]) == pytest.approx(least(x), abs=1e-9)
     assert f"g* ends at {kl_at(x, best[0]):.2f} nats, the least there is" in text
     assert f"K3 in the loss ends at {kl_at(x, end[0]):.2f} nats" in text
-    both, = call(browser, "descend", (x, fields(KLConfig("k3", "both"))))
+    (both,) = call(browser, "descend", (x, fields(KLConfig("k3", "both"))))
     assert [both["a"], both["b"]] == pytest.approx(best[0], rel=1e-9)
 
     x = START | {"C": 0}
@@ -410,9 +468,13 @@ def test_the_experiments_show_what_the_page_says(browser):
 
 
 def test_the_buttons_set_the_experiments_up(browser):
-    for i, (x, config) in enumerate([
-            (START, KLConfig("k3", "loss")), (START | {"C": 0}, KLConfig("k3", "reward")),
-            (START | {"C": 0, "T": 64, "stale": 0.3}, KLConfig("k1", "reward"))]):
+    for i, (x, config) in enumerate(
+        [
+            (START, KLConfig("k3", "loss")),
+            (START | {"C": 0}, KLConfig("k3", "reward")),
+            (START | {"C": 0, "T": 64, "stale": 0.3}, KLConfig("k1", "reward")),
+        ]
+    ):
         browser.run(f"document.querySelectorAll('button[data-settings]')[{i}].focus()")
         browser.press("Enter")
         browser.run(SETTLED)

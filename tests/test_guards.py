@@ -149,9 +149,14 @@ def test_dropout_is_found_in_modules_and_in_attention(tmp_path):
     assert module.dropout_of(model) == "set disable_dropout=True"
 
 
-@pytest.mark.parametrize(("kl", "warned"), [
-    (KLConfig(), True), (KLConfig(importance="sequence"), False),
-    (KLConfig(placement="none"), False)])
+@pytest.mark.parametrize(
+    ("kl", "warned"),
+    [
+        (KLConfig(), True),
+        (KLConfig(importance="sequence"), False),
+        (KLConfig(placement="none"), False),
+    ],
+)
 def test_several_steps_on_a_batch_are_warned_of_where_nothing_corrects_them(kl, warned, tmp_path):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -159,8 +164,10 @@ def test_several_steps_on_a_batch_are_warned_of_where_nothing_corrects_them(kl, 
     assert any("several steps are made on a batch" in str(w.message) for w in seen) == warned
 
 
-@pytest.mark.parametrize(("loss_type", "warned"), [
-    ("grpo", True), ("sapo", True), ("luspo", False), ("dr_grpo", False), ("dapo", False)])
+@pytest.mark.parametrize(
+    ("loss_type", "warned"),
+    [("grpo", True), ("sapo", True), ("luspo", False), ("dr_grpo", False), ("dapo", False)],
+)
 def test_a_mean_over_the_tokens_of_a_response_is_warned_of(loss_type, warned, tmp_path):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -1,4 +1,5 @@
 """The lab against independent computations, and the relations between the gradients."""
+
 import itertools
 
 import pytest
@@ -41,10 +42,12 @@ def random_policies(kind, seed=0, scale=1.0):
     def random(*shape):
         return scale * torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    build = {"tree": lambda: PrefixTreePolicy(random(4, 3), 2),
-             "markov": lambda: MarkovPolicy(random(3, 2), 1, 4),
-             "history": lambda: history_policy(random(3), 4),
-             "recent": lambda: recent_policy(random(4), 4)}[kind]
+    build = {
+        "tree": lambda: PrefixTreePolicy(random(4, 3), 2),
+        "markov": lambda: MarkovPolicy(random(3, 2), 1, 4),
+        "history": lambda: history_policy(random(3), 4),
+        "recent": lambda: recent_policy(random(4), 4),
+    }[kind]
     return build(), build(), build()
 
 
@@ -52,8 +55,10 @@ def random_policies(kind, seed=0, scale=1.0):
 def tree4():
     "The policy of the paper's summary: three tokens, length 4, random logits."
     draw = torch.Generator().manual_seed(1)
-    return [PrefixTreePolicy(torch.randn(40, 3, generator=draw, dtype=torch.float64), 4)
-            for _ in range(2)]
+    return [
+        PrefixTreePolicy(torch.randn(40, 3, generator=draw, dtype=torch.float64), 4)
+        for _ in range(2)
+    ]
 
 
 def relative_bias(config, policy, ref):
@@ -104,16 +109,23 @@ IDENTITIES = {
     "K3 in loss is the token forward KL": (KLConfig("k3", "loss"), ["token_forward_kl"]),
     "K2 in loss is the token reverse KL": (KLConfig("k2", "loss"), ["token_reverse_kl"]),
     "K3 in reward is the difference": (
-        KLConfig("k3", "reward"), ["sequence_reverse_kl", "token_forward_kl"]),
+        KLConfig("k3", "reward"),
+        ["sequence_reverse_kl", "token_forward_kl"],
+    ),
     "exact KL in reward is the difference": (
-        KLConfig("exact", "reward"), ["sequence_reverse_kl", "token_reverse_kl"]),
+        KLConfig("exact", "reward"),
+        ["sequence_reverse_kl", "token_reverse_kl"],
+    ),
     "exact KL in loss is the token reverse KL": (KLConfig("exact", "loss"), ["token_reverse_kl"]),
-    "K1 in reward, token credit": (
-        KLConfig("k1", "reward", credit="token"), ["token_reverse_kl"]),
+    "K1 in reward, token credit": (KLConfig("k1", "reward", credit="token"), ["token_reverse_kl"]),
     "a differentiable token ratio on K3": (
-        KLConfig("k3", "both", credit="token", importance="token"), ["token_reverse_kl"]),
+        KLConfig("k3", "both", credit="token", importance="token"),
+        ["token_reverse_kl"],
+    ),
     "a differentiable token ratio on K1": (
-        KLConfig("k1", "both", credit="token", importance="token"), ["token_reverse_kl"]),
+        KLConfig("k1", "both", credit="token", importance="token"),
+        ["token_reverse_kl"],
+    ),
 }
 
 
@@ -130,8 +142,10 @@ def test_identities(tree4, name):
 
 def test_credit_does_not_change_the_expectation_on_policy(tree4):
     for estimator, placement in itertools.product(CHOICES["estimator"], ("reward", "both")):
-        one, other = (expected_gradient(*tree4, KLConfig(estimator, placement, 1.0, credit))
-                      for credit in ("sequence", "to_go"))
+        one, other = (
+            expected_gradient(*tree4, KLConfig(estimator, placement, 1.0, credit))
+            for credit in ("sequence", "to_go")
+        )
         assert (one - other).abs().max() < 1e-12
 
 
@@ -155,7 +169,7 @@ def test_off_policy(tree4):
         if child is not None:
             flow = (at[:, None] * p_mu[layer]).flatten()
             at = flow.new_zeros(child.max() + 1).index_add(0, child.flatten(), flow)
-    want, = torch.autograd.grad(total, theta)
+    (want,) = torch.autograd.grad(total, theta)
     assert (token - want).norm() < 1e-10 * want.norm()
 
 
@@ -202,8 +216,10 @@ def test_sampling_is_reproducible_and_does_not_touch_the_global_generator():
 def test_long_horizons_are_exact_too():
     "T = 1000: K1 in the reward is unbiased to rounding, and the divergence is finite."
     draw = torch.Generator().manual_seed(0)
-    policy, ref = (MarkovPolicy(torch.randn(5, 4, generator=draw, dtype=torch.float64), 1, 1000)
-                   for _ in range(2))
+    policy, ref = (
+        MarkovPolicy(torch.randn(5, 4, generator=draw, dtype=torch.float64), 1, 1000)
+        for _ in range(2)
+    )
     assert relative_bias(KLConfig(), policy, ref) < 1e-10
     assert 0 < divergence(policy, ref) < 1e4
 
@@ -215,25 +231,28 @@ def test_equal_policies_have_no_gradient():
     assert named_objective(expected_gradient(policy, policy, KLConfig()), policy, policy) == "zero"
 
 
-@pytest.mark.parametrize("make, words", [
-    (lambda: PrefixTreePolicy(torch.zeros(4, 3), 0), "horizon=0"),
-    (lambda: PrefixTreePolicy(torch.zeros(4, 3), 2.0), "horizon=2.0"),
-    (lambda: PrefixTreePolicy(torch.zeros(4, 3), True), "horizon=True"),
-    (lambda: PrefixTreePolicy(torch.zeros(5, 3), 2), "has 4 prefixes"),
-    (lambda: PrefixTreePolicy(torch.zeros(12), 2), "logits"),
-    (lambda: PrefixTreePolicy(torch.full((4, 3), float("nan")), 2), "non-finite"),
-    (lambda: PrefixTreePolicy(torch.full((4, 3), float("inf")), 2), "non-finite"),
-    (lambda: PrefixTreePolicy(torch.zeros(0, 3), 1), "logits"),
-    (lambda: PrefixTreePolicy(torch.zeros(4, 3), 20_000), "has more prefixes"),
-    (lambda: MarkovPolicy(torch.zeros(4, 2), 1, 3), "has 3 prefixes"),
-    (lambda: MarkovPolicy(torch.zeros(4, 2), 10_000, 3), "has more prefixes"),
-    (lambda: history_policy([0.0] * 3, -1), "horizon=-1"),
-    (lambda: history_policy([0.0] * 3, "3"), "horizon='3'"),
-    (lambda: MarkovPolicy(torch.zeros(3, 2), -1, 3), "order=-1"),
-    (lambda: history_policy([0.0, 0.0], 3), "parameters have shape"),
-    (lambda: recent_policy([0.0] * 4, 0), "horizon=0"),
-    (lambda: Policy([1.0], torch.zeros(2, 2), 2), "parameters have shape"),
-])
+@pytest.mark.parametrize(
+    "make, words",
+    [
+        (lambda: PrefixTreePolicy(torch.zeros(4, 3), 0), "horizon=0"),
+        (lambda: PrefixTreePolicy(torch.zeros(4, 3), 2.0), "horizon=2.0"),
+        (lambda: PrefixTreePolicy(torch.zeros(4, 3), True), "horizon=True"),
+        (lambda: PrefixTreePolicy(torch.zeros(5, 3), 2), "has 4 prefixes"),
+        (lambda: PrefixTreePolicy(torch.zeros(12), 2), "logits"),
+        (lambda: PrefixTreePolicy(torch.full((4, 3), float("nan")), 2), "non-finite"),
+        (lambda: PrefixTreePolicy(torch.full((4, 3), float("inf")), 2), "non-finite"),
+        (lambda: PrefixTreePolicy(torch.zeros(0, 3), 1), "logits"),
+        (lambda: PrefixTreePolicy(torch.zeros(4, 3), 20_000), "has more prefixes"),
+        (lambda: MarkovPolicy(torch.zeros(4, 2), 1, 3), "has 3 prefixes"),
+        (lambda: MarkovPolicy(torch.zeros(4, 2), 10_000, 3), "has more prefixes"),
+        (lambda: history_policy([0.0] * 3, -1), "horizon=-1"),
+        (lambda: history_policy([0.0] * 3, "3"), "horizon='3'"),
+        (lambda: MarkovPolicy(torch.zeros(3, 2), -1, 3), "order=-1"),
+        (lambda: history_policy([0.0, 0.0], 3), "parameters have shape"),
+        (lambda: recent_policy([0.0] * 4, 0), "horizon=0"),
+        (lambda: Policy([1.0], torch.zeros(2, 2), 2), "parameters have shape"),
+    ],
+)
 def test_bad_policies_are_refused(make, words):
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         make()
@@ -244,9 +263,11 @@ def test_bad_requests_are_refused():
     other = random_policies("markov")[1]
     with pytest.raises(ValueError, match="target='kl'"):
         exact_gradient(policy, ref, "kl")
-    for call in (lambda: exact_gradient(policy, other),
-                 lambda: expected_gradient(policy, other, KLConfig()),
-                 lambda: sample_gradients(policy, other, KLConfig(), 2, 2, 0)):
+    for call in (
+        lambda: exact_gradient(policy, other),
+        lambda: expected_gradient(policy, other, KLConfig()),
+        lambda: sample_gradients(policy, other, KLConfig(), 2, 2, 0),
+    ):
         with pytest.raises(ValueError, match="ref has other states"):
             call()
     with pytest.raises(ValueError, match="behaviour has other states"):
@@ -257,9 +278,12 @@ def test_bad_requests_are_refused():
     for seed in (None, True, -1, 1.5):
         with pytest.raises(ValueError, match="seed="):
             sample_gradients(policy, ref, KLConfig(), 2, 2, seed)
-    never = PrefixTreePolicy(policy.parameters.index_put(
-        (torch.tensor(0), torch.tensor(1)), torch.tensor(-800.0, dtype=torch.float64)),
-        policy.horizon)
+    never = PrefixTreePolicy(
+        policy.parameters.index_put(
+            (torch.tensor(0), torch.tensor(1)), torch.tensor(-800.0, dtype=torch.float64)
+        ),
+        policy.horizon,
+    )
     expected_gradient(policy, ref, KLConfig(), never)
     with pytest.raises(ValueError, match="behaviour gives token 1 in state 0 probability 0"):
         expected_gradient(policy, ref, KLConfig(importance="token"), never)
@@ -282,7 +306,7 @@ def test_statistics_of_a_known_distribution():
     assert found["bias_low"] < 0.1 < found["bias_high"]
     assert found["std"] == pytest.approx(0.1 * 2**0.5 / 5, rel=0.02)
     assert found["cosine"] == pytest.approx(0.997, abs=0.002)
-    assert found["std_se"] == pytest.approx(0.1 * 2**0.5 / 5 / (4 * 19_999)**0.5, rel=0.02)
+    assert found["std_se"] == pytest.approx(0.1 * 2**0.5 / 5 / (4 * 19_999) ** 0.5, rel=0.02)
     assert sampled_statistics(exact + 0.1 * noise, exact)["bias_low"] == 0
     assert sampled_statistics(exact.expand(3, 2), exact)["std_se"] == 0
 

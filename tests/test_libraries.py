@@ -27,7 +27,7 @@ from kl_comedy.auditing.venvs import AuditError, Recipe, environment_key, load_r
 from kl_comedy.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
-ADAPTER = '''
+ADAPTER = """
 import sys
 from importlib.util import find_spec
 from absent.kernels import fast
@@ -49,8 +49,8 @@ def written(label):
 
 def parsed(lines):
     return tiny.parse(lines)
-'''
-LIBRARY = '''
+"""
+LIBRARY = """
 def parse(lines):
     known = {"k3": False, "kl_coef": 0.0}
     for name, value in (line.split("=") for line in lines):
@@ -60,7 +60,7 @@ def parse(lines):
 def penalty(b):
     gap = (b.ref_logp - b.logp).masked_fill(~b.mask, 0)
     return (gap.expm1() - gap).sum(1).mean()
-'''
+"""
 
 
 def write_wheel(folder, name="tiny", version="1.0"):
@@ -68,10 +68,13 @@ def write_wheel(folder, name="tiny", version="1.0"):
     path, info = folder / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     with zipfile.ZipFile(path, "w") as wheel:
         wheel.writestr(f"{name}.py", LIBRARY)
-        wheel.writestr(f"{info}/METADATA",
-                       f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\n"
-                       "Root-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+        )
+        wheel.writestr(
+            f"{info}/WHEEL",
+            "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        )
         wheel.writestr(f"{info}/RECORD", "")
     return path
 
@@ -80,8 +83,9 @@ def write_wheel(folder, name="tiny", version="1.0"):
 def folder(tmp_path_factory):
     """What the tests share, since an environment takes seconds: wheel, package and cache."""
     folder = tmp_path_factory.mktemp("shared")
-    shutil.copytree(ROOT / "kl_comedy", folder / "kl_comedy",
-                    ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "kl_comedy", folder / "kl_comedy", ignore=shutil.ignore_patterns("__pycache__")
+    )
     (folder / "kl_comedy" / "auditing" / "adapters" / "tiny_library.py").write_text(ADAPTER)
     write_wheel(folder)
     return folder
@@ -94,9 +98,17 @@ def tiny(folder, monkeypatch):
     monkeypatch.setenv("KL_COMEDY_CACHE", str(folder / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     version = ".".join(map(str, libraries.sys.version_info[:2]))
-    return Recipe("tiny_library", "Tiny", "tiny", "1.0", "2026-01-01",
-                  f"{folder}/tiny-1.0-py3-none-any.whl\n", ("absent", "absent.kernels"),
-                  (version,), "")
+    return Recipe(
+        "tiny_library",
+        "Tiny",
+        "tiny",
+        "1.0",
+        "2026-01-01",
+        f"{folder}/tiny-1.0-py3-none-any.whl\n",
+        ("absent", "absent.kernels"),
+        (version,),
+        "",
+    )
 
 
 def environments(folder):
@@ -113,8 +125,11 @@ def test_a_library_is_installed_asked_and_recorded(tiny, folder, tmp_path):
     assert found["version"] == "1.0" and verdict(setting) == "token forward KL"
     assert settings_for(found)["K3 in the loss (forward)"] == ["k3=True"]
     assert "* k3=True\n    token forward KL  factor 1  bias 0.5" in as_text(found)
-    assert setting["written"] == {"lines": ["k3=True", "kl_coef=0.1"], "refused": "",
-                                  "defaults": {"k3": "False", "kl_coef": "0.0"}}
+    assert setting["written"] == {
+        "lines": ["k3=True", "kl_coef=0.1"],
+        "refused": "",
+        "defaults": {"k3": "False", "kl_coef": "0.0"},
+    }
     assert (found["kind"], found["config"]) == ("text", "tiny/options.py")
 
     (tmp_path / "data" / "libraries").mkdir(parents=True)
@@ -128,12 +143,17 @@ def test_a_library_is_installed_asked_and_recorded(tiny, folder, tmp_path):
     assert {**found, "settings": 0} == {**second, "settings": 0}
 
 
-@pytest.mark.parametrize(("parse", "words"), [
-    ("return {'k3': bool(lines)}", "ValueError: there is no option kl_coef"),
-    ("return {'k3': bool(lines), 'kl_coef': 0.2}", "ValueError: kl_coef becomes 0.2, not 0.1"),
-    ("sys.exit('usage: --k3') if lines else None; return {'k3': 0, 'kl_coef': 0}",
-     "SystemExit: usage: --k3"),
-])
+@pytest.mark.parametrize(
+    ("parse", "words"),
+    [
+        ("return {'k3': bool(lines)}", "ValueError: there is no option kl_coef"),
+        ("return {'k3': bool(lines), 'kl_coef': 0.2}", "ValueError: kl_coef becomes 0.2, not 0.1"),
+        (
+            "sys.exit('usage: --k3') if lines else None; return {'k3': 0, 'kl_coef': 0}",
+            "SystemExit: usage: --k3",
+        ),
+    ],
+)
 def test_lines_that_the_library_does_not_take_are_refused(tiny, folder, parse, words):
     adapter = folder / "kl_comedy" / "auditing" / "adapters" / "tiny_library.py"
     kept = adapter.read_text()
@@ -179,7 +199,8 @@ def test_a_failing_adapter_and_a_cache_that_cannot_be(tiny, tmp_path, monkeypatc
 
 
 def test_a_broken_environment_is_made_again_and_a_relative_cache_is_found(
-        tiny, folder, monkeypatch):
+    tiny, folder, monkeypatch
+):
     monkeypatch.chdir(folder)
     monkeypatch.setenv("KL_COMEDY_CACHE", "cache")
     made = folder / "cache" / "audit" / environment_key(tiny)
@@ -267,13 +288,17 @@ def test_a_recipe_is_whole_and_recorded(name):
         assert own in [pin.replace("_", "-").lower() for pin in pins]
     assert found["version"] == recipe.version and found["read"] == recipe.date
     assert found["settings"] and len({s["label"] for s in found["settings"]}) == len(
-        found["settings"])
+        found["settings"]
+    )
     for row in rows(found):
         assert row["setting"] and row["cell"] and row["verdict"]
     assert found["kind"] in ("text", "yaml", "python") and found["config"]
     assert refused(found) == {}
-    assert all(s["written"]["lines"] for s in found["settings"] if not s["label"].startswith(
-        ("(none)", "kl_comedy", "kl_penalty_coef=0")))
+    assert all(
+        s["written"]["lines"]
+        for s in found["settings"]
+        if not s["label"].startswith(("(none)", "kl_comedy", "kl_penalty_coef=0"))
+    )
 
 
 def test_what_was_only_read_says_where_and_what_is_open():
@@ -295,11 +320,17 @@ def test_the_lines_that_were_recorded_are_those_of_the_adapters():
     assert trl.parsed([])["GRPOConfig.beta"] == 0 and trl.parsed([])["RLOOConfig.beta"] == 0.05
 
 
-@pytest.mark.parametrize(("text", "words"), [
-    ("run: {a: {title: A}}", "a needs title, distribution"),
-    ("run: {a: {title: A, distribution: a, version: '1', date: d, packages: true, "
-     "stand_ins: [], python: [], note: ''}}", "its pinned packages are missing"),
-])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run: {a: {title: A}}", "a needs title, distribution"),
+        (
+            "run: {a: {title: A, distribution: a, version: '1', date: d, packages: true, "
+            "stand_ins: [], python: [], note: ''}}",
+            "its pinned packages are missing",
+        ),
+    ],
+)
 def test_a_recipe_that_is_not_whole_is_refused(tmp_path, text, words):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "libraries.yaml").write_text(text)

@@ -14,9 +14,11 @@ from kl_comedy.tasks.mmlu import LETTERS, SUBJECTS, check_letter, load_mmlu, mml
 from kl_comedy.tasks.verifier import Problem
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "mmlu"
-ROWS = [("What is\nlight?", ["a wave", "a ray", "both", "neither"], "C"),
-        ('Is "c" a speed?', ["yes", "no, never", "at times", "who knows"], "A"),
-        ("Which is heavier?", ["lead", "gold", "iron", "tin"], "B")]
+ROWS = [
+    ("What is\nlight?", ["a wave", "a ray", "both", "neither"], "C"),
+    ('Is "c" a speed?', ["yes", "no, never", "at times", "who knows"], "A"),
+    ("Which is heavier?", ["lead", "gold", "iron", "tin"], "B"),
+]
 
 real = pytest.mark.skipif(not FOLDER.exists(), reason="the files of MMLU are not here")
 
@@ -37,8 +39,9 @@ def test_every_source_gives_the_same_problems(tmp_path, sizes, write):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             found = load_mmlu(folder, subject)
-        assert found == [Problem(subject, mmlu_prompt(q, choices), letter)
-                         for q, choices, letter in ROWS]
+        assert found == [
+            Problem(subject, mmlu_prompt(q, choices), letter) for q, choices, letter in ROWS
+        ]
     text = found[1].prompt[0]["content"]
     assert text.startswith('Is "c" a speed?\n\nA. yes\nB. no, never\nC. at times\nD. who knows\n\n')
 
@@ -52,8 +55,11 @@ def test_another_number_of_rows_than_the_real_one_is_said(tmp_path):
 
 @pytest.mark.parametrize("source", ["someone/mmlu-that-is-not-cached", "no-such-folder"])
 def test_a_source_that_is_not_there_is_named_with_what_to_do(source):
-    with pytest.raises(FileNotFoundError, match=f"MMLU cannot be read from '{source}' "
-                       "[(]college_physics[)]: .*cais/mmlu.*test/college_physics_test.csv"):
+    with pytest.raises(
+        FileNotFoundError,
+        match=f"MMLU cannot be read from '{source}' "
+        "[(]college_physics[)]: .*cais/mmlu.*test/college_physics_test.csv",
+    ):
         load_mmlu(source, "college_physics")
 
 
@@ -64,16 +70,26 @@ def test_sources_that_are_something_else_are_refused(tmp_path):
     lines.write_text(json.dumps({"question": "?", "answer": 1}))
     (tmp_path / "README.md").write_text(
         "---\nconfigs:\n- config_name: college_physics\n  data_files:\n"
-        "  - split: test\n    path: lines.jsonl\n---\n")
+        "  - split: test\n    path: lines.jsonl\n---\n"
+    )
     with pytest.raises(FileNotFoundError, match="choices and answer are needed, there are"):
         load_mmlu(tmp_path, "college_physics")
     with pytest.raises(ValueError, match="subject must be one of college_.*, got 'chess'"):
         load_mmlu(tmp_path, "chess")
 
 
-@pytest.mark.parametrize("row", [
-    ("", [*"abcd"], "A"), ("?", [*"abc"], "A"), ("?", [*"abcde"], "A"), ("?", [*"abcd"], "E"),
-    ("?", [*"abcd"], ""), ("?", [*"abcd"], "a"), ("?", [*"abcd"], "AB")])
+@pytest.mark.parametrize(
+    "row",
+    [
+        ("", [*"abcd"], "A"),
+        ("?", [*"abc"], "A"),
+        ("?", [*"abcde"], "A"),
+        ("?", [*"abcd"], "E"),
+        ("?", [*"abcd"], ""),
+        ("?", [*"abcd"], "a"),
+        ("?", [*"abcd"], "AB"),
+    ],
+)
 def test_a_row_that_is_no_question_with_four_choices_is_named(tmp_path, row):
     with pytest.raises(ValueError, match="row 4 of .*college_biology"):
         load_mmlu(mmlu_of_the_authors(tmp_path, [*ROWS, row]), "college_biology")
@@ -90,9 +106,15 @@ def test_problems_are_drawn_like_those_of_every_task(tmp_path, sizes):
         problems("college_chemistry", "test", 1)
 
 
-HOSTILE = [r"\boxed{" * 50_000 + "B" + "}" * 50_000, r"\boxed{(" + "(" * 900 + "B)}",
-           r"\boxed{\text{" + " " * 900 + "B}}", r"\boxed{B" + ")" * 900 + "}",
-           "B" * 100_000, r"\boxed{A or B or C or D}", r"\boxed{ABCD}"]
+HOSTILE = [
+    r"\boxed{" * 50_000 + "B" + "}" * 50_000,
+    r"\boxed{(" + "(" * 900 + "B)}",
+    r"\boxed{\text{" + " " * 900 + "B}}",
+    r"\boxed{B" + ")" * 900 + "}",
+    "B" * 100_000,
+    r"\boxed{A or B or C or D}",
+    r"\boxed{ABCD}",
+]
 
 
 @pytest.mark.timeout(20)
@@ -122,8 +144,10 @@ def test_the_real_files_have_the_rows_and_traps_that_the_chapter_states():
             assert [line[:3] for line in text.splitlines()[-6:-2]] == ["A. ", "B. ", "C. ", "D. "]
         for _, choices, _ in mmlu.mmlu_rows(FOLDER, subject):
             words = [choice.lower() for choice in choices]
-            inside += sum(any(word in other for j, other in enumerate(words) if j != i)
-                          for i, word in enumerate(words))
+            inside += sum(
+                any(word in other for j, other in enumerate(words) if j != i)
+                for i, word in enumerate(words)
+            )
         answers = [rf"So $\boxed{{\text{{({p.gold})}}}}$." for p in asked]
         assert set(check_answers(asked, answers)) == {"right"}
     assert best == [("D", 37), ("D", 41), ("D", 26)] and inside == 41

@@ -38,9 +38,20 @@ def tiny_trainer(config, output_dir, steps=1, callbacks=(), learning_rate=1e-3, 
     model, tokenizer = load_policy()
     dataset = to_dataset(problems("sum", "train", int(2 * steps)))
     return build_trainer(
-        config, model, tokenizer, dataset, mean_digit, output_dir, seed=0,
-        learning_rate=learning_rate, warmup_steps=0, prompts_per_step=2, group_size=GROUP,
-        max_length=12, callbacks=callbacks, **{"save_steps": 1} | settings,
+        config,
+        model,
+        tokenizer,
+        dataset,
+        mean_digit,
+        output_dir,
+        seed=0,
+        learning_rate=learning_rate,
+        warmup_steps=0,
+        prompts_per_step=2,
+        group_size=GROUP,
+        max_length=12,
+        callbacks=callbacks,
+        **{"save_steps": 1} | settings,
     )
 
 
@@ -69,8 +80,9 @@ def train(folder, eval_every=1, steps=3, learning_rate=1e-3, kill=None, **settin
     run = Run(folder)
     exam = Exam(tokenizer, reference, tests, n_samples=1, seed=0)
     recorder = Recorder(run, exam, eval_every)
-    trainer = tiny_trainer(K1_REWARD, f"{folder}/checkpoint", steps, [recorder],
-                           learning_rate, **settings)
+    trainer = tiny_trainer(
+        K1_REWARD, f"{folder}/checkpoint", steps, [recorder], learning_rate, **settings
+    )
     if kill:
         plant(kill, trainer, recorder)
     fit(trainer, recorder, resume_point(run, f"{folder}/checkpoint"))
@@ -129,11 +141,35 @@ def test_a_killed_run_ends_with_the_same_bits(kill, whole, tmp_path):
 
 def test_every_metric_is_recorded_at_every_step(whole):
     assert whole.step.tolist() == [0, 1, 2, 3]
-    trained = ["loss", "reward", "grad_norm", "learning_rate", "train_entropy", "train_k1",
-               "train_k2", "train_k3", "train_kl", "train_forward", "kl_share",
-               "extreme_tokens", "ratio_clipped", "length", "truncated", "step_time"]
-    tested = ["pass_sum", "pass_add", "pass_sort", "pass_out", "kl", "kl_forward", "kl_k1",
-              "entropy", "test_length"]
+    trained = [
+        "loss",
+        "reward",
+        "grad_norm",
+        "learning_rate",
+        "train_entropy",
+        "train_k1",
+        "train_k2",
+        "train_k3",
+        "train_kl",
+        "train_forward",
+        "kl_share",
+        "extreme_tokens",
+        "ratio_clipped",
+        "length",
+        "truncated",
+        "step_time",
+    ]
+    tested = [
+        "pass_sum",
+        "pass_add",
+        "pass_sort",
+        "pass_out",
+        "kl",
+        "kl_forward",
+        "kl_k1",
+        "entropy",
+        "test_length",
+    ]
     assert set(whole) == {"step", *trained, *tested}
     assert whole[tested].notna().all(axis=None)
     assert whole.loc[1:, trained].notna().all(axis=None) and whole.loc[0, trained].isna().all()

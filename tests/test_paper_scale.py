@@ -29,10 +29,15 @@ QWEN, LLAMA = "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B-Instruct"
 BOXES = [r"\boxed{1}", r"\boxed{2}", r"\boxed{B}"]
 ROWS = [("What is $2-1$?", "1"), ("What is $1+1$?", "2"), ("Halve $4$.", "2"), ("Halve $2$.", "1")]
 HARDER = [("Halve $1+1$.", "$1$"), ("Halve $1+2+1$.", "$2$")]
-CHOICES = [("Halve $4$.", [*"1234"], "B"), ("Halve $2$.", [*"1234"], "A"),
-           ("Is it?", [*"onib"], "B")]
-TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-            "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+CHOICES = [
+    ("Halve $4$.", [*"1234"], "B"),
+    ("Halve $2$.", [*"1234"], "A"),
+    ("Is it?", [*"onib"], "B"),
+]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def sweep(name):
@@ -44,20 +49,36 @@ def sweep(name):
 
 def test_the_presets_are_the_papers():
     runs = pd.DataFrame(plan(sweep("on_policy"), "paper").values())
-    same = {"task": "math", "prompts_per_step": 256, "group_size": 5, "max_length": 1024,
-            "learning_rate": 1e-6, "final_samples": 32, "minibatches": 1, "importance": "none"}
+    same = {
+        "task": "math",
+        "prompts_per_step": 256,
+        "group_size": 5,
+        "max_length": 1024,
+        "learning_rate": 1e-6,
+        "final_samples": 32,
+        "minibatches": 1,
+        "importance": "none",
+    }
     assert {name: set(runs[name]) for name in same} == {name: {v} for name, v in same.items()}
     assert runs.test_source.eq("HuggingFaceH4/MATH-500").all() and runs.eval_problems.eq(500).all()
     assert runs.math2_source.eq("veds12/math-squared").all()
     assert runs.mmlu_source.eq("cais/mmlu").all()
     cells = runs.groupby(["policy", "placement", "estimator", "steps"]).agg(
-        {"beta": lambda b: sorted(set(b)), "seed": lambda s: sorted(set(s))})
-    betas = [.05, .1, .3, 1.0]
-    expected = {(model, placement, estimator, 250): b for model in (QWEN, LLAMA)
-                for placement, estimator, b in (
-                    ("none", "k1", [0.0]), ("loss", "k1", betas), ("reward", "k3", betas),
-                    ("loss", "k3", betas), ("reward", "k1", betas))}
-    expected |= {(QWEN, "both", estimator, 150): [.1] for estimator in ("k1", "k3")}
+        {"beta": lambda b: sorted(set(b)), "seed": lambda s: sorted(set(s))}
+    )
+    betas = [0.05, 0.1, 0.3, 1.0]
+    expected = {
+        (model, placement, estimator, 250): b
+        for model in (QWEN, LLAMA)
+        for placement, estimator, b in (
+            ("none", "k1", [0.0]),
+            ("loss", "k1", betas),
+            ("reward", "k3", betas),
+            ("loss", "k3", betas),
+            ("reward", "k1", betas),
+        )
+    }
+    expected |= {(QWEN, "both", estimator, 150): [0.1] for estimator in ("k1", "k3")}
     assert cells.beta.to_dict() == expected and all(s == [0, 1, 2] for s in cells.seed)
 
 
@@ -66,7 +87,11 @@ def test_the_minibatches_are_the_papers():
     assert set(runs.policy) == {QWEN} and set(runs.minibatches * runs.prompts_per_step) == {1024}
     assert set(runs.prompts_per_step) == {256} and set(runs.steps % runs.minibatches) == {0}
     assert set(zip(runs.estimator, runs.placement, strict=True)) == {
-        ("k1", "none"), ("k1", "reward"), ("k1", "loss"), ("k3", "reward")}
+        ("k1", "none"),
+        ("k1", "reward"),
+        ("k1", "loss"),
+        ("k3", "reward"),
+    }
 
 
 @pytest.mark.parametrize("name", [p.name for p in sorted((ROOT / "data/runs").iterdir())])
@@ -80,8 +105,9 @@ def test_recorded_runs_are_still_runs_of_their_sweep(name):
 # The cost
 
 
-@pytest.mark.parametrize("policy, billions, cache", [(QWEN, 7.6, 28 * 2 * 4 * 128),
-                                                     (LLAMA, 8.0, 32 * 2 * 8 * 128)])
+@pytest.mark.parametrize(
+    "policy, billions, cache", [(QWEN, 7.6, 28 * 2 * 4 * 128), (LLAMA, 8.0, 32 * 2 * 8 * 128)]
+)
 def test_the_models_have_their_published_size(policy, billions, cache):
     model = cost.model_of(policy, ROOT)
     assert round(model.parameters / 1e9, 1) == billions and model.cache == cache
@@ -100,17 +126,19 @@ def test_memory_and_hours_go_with_what_they_depend_on():
 
     weights = model.parameters * 4 / 1e9
     assert 5 * 1.05 * weights < need() < 6 * weights
-    assert need(dtype="bfloat16") == pytest.approx(need() / 2, rel=.1)
+    assert need(dtype="bfloat16") == pytest.approx(need() / 2, rel=0.1)
     assert need(gradient_checkpointing=False) > need() and need(rows=16) > need()
     assert need(draw_rows=1280) > need()
-    assert need(use_vllm=True, vllm_gpu_memory_utilization=.4) - need() > .3 * 192
+    assert need(use_vllm=True, vllm_gpu_memory_utilization=0.4) - need() > 0.3 * 192
     assert need(estimator="exact", placement="both") > need()
     assert hours(steps=500) > 1.8 * hours() and hours(placement="none") < hours(placement="loss")
     assert hours(placement="loss") < hours() and hours(draw_rows=8) > hours()
     trained = cost.work(model, run, cost.B200)["trained"]
     assert trained == 250 * 256 * 5 * 1024
-    drawn = [cost.work(model, run | {"math2_source": a, "mmlu_source": b}, cost.B200)["drawn"]
-             for a, b in ((None, None), ("x", None), (None, "x"))]
+    drawn = [
+        cost.work(model, run | {"math2_source": a, "mmlu_source": b}, cost.B200)["drawn"]
+        for a, b in ((None, None), ("x", None), (None, "x"))
+    ]
     assert [n - drawn[0] for n in drawn[1:]] == [210 * 32 * 1024, 346 * 32 * 1024]
     assert hours() > hours(math2_source=None) > hours(math2_source=None, mmlu_source=None)
 
@@ -137,13 +165,16 @@ def test_the_plan_is_printed_and_refused_without_a_gpu(tmp_path, monkeypatch, ca
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("changed, words", [
-    ({"rows": 7}, "rows must be a divisor of the 1280 responses of a step, got 7"),
-    ({"save_steps": 0}, "save_steps must be a positive multiple of minibatches=1, got 0"),
-    ({"estimator": "k4"}, "estimator='k4'"),
-    ({"estimator": "exact", "beta": -1.0}, "beta=-1.0"),
-    ({"task": None, "source": None}, "math2_source must be given for the task math"),
-])
+@pytest.mark.parametrize(
+    "changed, words",
+    [
+        ({"rows": 7}, "rows must be a divisor of the 1280 responses of a step, got 7"),
+        ({"save_steps": 0}, "save_steps must be a positive multiple of minibatches=1, got 0"),
+        ({"estimator": "k4"}, "estimator='k4'"),
+        ({"estimator": "exact", "beta": -1.0}, "beta=-1.0"),
+        ({"task": None, "source": None}, "math2_source must be given for the task math"),
+    ],
+)
 def test_a_run_that_cannot_be_made_is_refused_before_its_cost(changed, words):
     run = next(iter(plan(sweep("on_policy"), "paper").values()))
     cost.check_run("here", run)
@@ -159,11 +190,25 @@ def test_a_plan_without_gpus_lists_runs(tmp_path, monkeypatch, capsys):
 
 
 def test_every_run_has_a_gpu_to_itself(tmp_path):
-    write_notebook(tmp_path / "n.ipynb", [
-        "import os\nimport time\nfrom kl_comedy.study.runs import Run", "run_dir = None",
-        "time.sleep(1)\nRun(run_dir).finish(gpu='GPU ' + os.environ['CUDA_VISIBLE_DEVICES'])"])
-    jobs = [Job("toy", f"s{i}", tmp_path / "n.ipynb", tmp_path / f"s{i}",
-                {"run_dir": str(tmp_path / f"s{i}")}, 1) for i in range(3)]
+    write_notebook(
+        tmp_path / "n.ipynb",
+        [
+            "import os\nimport time\nfrom kl_comedy.study.runs import Run",
+            "run_dir = None",
+            "time.sleep(1)\nRun(run_dir).finish(gpu='GPU ' + os.environ['CUDA_VISIBLE_DEVICES'])",
+        ],
+    )
+    jobs = [
+        Job(
+            "toy",
+            f"s{i}",
+            tmp_path / "n.ipynb",
+            tmp_path / f"s{i}",
+            {"run_dir": str(tmp_path / f"s{i}")},
+            1,
+        )
+        for i in range(3)
+    ]
     run_all([*jobs], 2, lambda job: [], print, ["2", "5"])
     used = [json.loads((job.folder / "status.json").read_text())["gpu"] for job in jobs]
     assert set(used[:2]) == {"GPU 2", "GPU 5"} and used[2] in used[:2]
@@ -178,21 +223,35 @@ def micro_policy(folder, template=TEMPLATE):
     texts = [text for text, _ in ROWS + HARDER] + [REQUEST, "systemuserassistant\n", *asked]
     characters = sorted(set("".join(texts)))
     symbols = ["<|endoftext|>", *(c.replace(" ", "Ġ").replace("\n", "Ċ") for c in characters)]
-    tok = Qwen2Tokenizer(vocab={s: i for i, s in enumerate(symbols)}, merges=[], unk_token=None,
-                         pad_token="<|endoftext|>", eos_token="<|endoftext|>")
+    tok = Qwen2Tokenizer(
+        vocab={s: i for i, s in enumerate(symbols)},
+        merges=[],
+        unk_token=None,
+        pad_token="<|endoftext|>",
+        eos_token="<|endoftext|>",
+    )
     tok.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tok.add_tokens(BOXES)
     tok.chat_template = template
     config = Qwen2Config(
-        vocab_size=1200, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, intermediate_size=16, tie_word_embeddings=False,
-        max_position_embeddings=512, bos_token_id=None, eos_token_id=0, pad_token_id=0)
+        vocab_size=1200,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=16,
+        tie_word_embeddings=False,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
     with torch.no_grad():  # answers are likely: all its states have a part in common with them
         model.model.embed_tokens.weight += 1
-        model.lm_head.weight[tok.convert_tokens_to_ids([*BOXES, "<|im_end|>"])] += .4
+        model.lm_head.weight[tok.convert_tokens_to_ids([*BOXES, "<|im_end|>"])] += 0.4
     model.save_pretrained(folder)
     tok.save_pretrained(folder)
     return str(folder)
@@ -210,8 +269,16 @@ def source(tmp_path_factory):
         for i, (problem, answer) in enumerate(ROWS):
             path = folder / split / "algebra" / f"{i}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps({"problem": problem, "level": "Level 1", "type": "Algebra",
-                                        "solution": f"It is $\\boxed{{{answer}}}$."}))
+            path.write_text(
+                json.dumps(
+                    {
+                        "problem": problem,
+                        "level": "Level 1",
+                        "type": "Algebra",
+                        "solution": f"It is $\\boxed{{{answer}}}$.",
+                    }
+                )
+            )
     return str(folder)
 
 
@@ -254,27 +321,50 @@ def test_without_a_template_prompts_are_refused_or_plain(source, tmp_path):
 
 def test_half_precision_is_measured_in_float32(policy, source):
     asked = problems(MATH, "test", 4, source=source)
-    found = [evaluate(*load_policy(policy, dtype), asked, 4, 0, max_new_tokens=8,
-                      ref_model=load_policy(policy, dtype)[0]) for dtype in ("float32", "bfloat16")]
+    found = [
+        evaluate(
+            *load_policy(policy, dtype),
+            asked,
+            4,
+            0,
+            max_new_tokens=8,
+            ref_model=load_policy(policy, dtype)[0],
+        )
+        for dtype in ("float32", "bfloat16")
+    ]
     assert [f["kl"] for f in found] == [0, 0]
-    assert found[0]["entropy"] == pytest.approx(found[1]["entropy"], rel=.05)
+    assert found[0]["entropy"] == pytest.approx(found[1]["entropy"], rel=0.05)
 
 
 def train(folder, policy, source, steps=3, stop=None, **settings):
     model, tok = load_policy(policy)
     run, data = Run(folder), to_dataset(stream(MATH, "train", 3 * 2, 0, source))
     trainer = training.build_trainer(
-        KLConfig("k1", "reward", .1), model, tok, data, reward, f"{folder}/checkpoint", seed=0,
-        learning_rate=1e-2, warmup_steps=0, prompts_per_step=2, group_size=3, max_length=8,
-        save_steps=1, **({"rows": 2, "draw_rows": 4} | settings))
+        KLConfig("k1", "reward", 0.1),
+        model,
+        tok,
+        data,
+        reward,
+        f"{folder}/checkpoint",
+        seed=0,
+        learning_rate=1e-2,
+        warmup_steps=0,
+        prompts_per_step=2,
+        group_size=3,
+        max_length=8,
+        save_steps=1,
+        **({"rows": 2, "draw_rows": 4} | settings),
+    )
     tests = {MATH: problems(MATH, "test", 4, source=source)}
     exam = training.Exam(tok, trainer.ref_model, tests, 1, 0, max_new_tokens=8, batch_size=3)
     recorder = training.Recorder(run, exam, 1)
     trainer.add_callback(recorder)
     if stop:  # killed in step 3, while checkpoint 2 was being marked
+
         def on_step_begin(args, state, control, **_):
             if state.global_step == stop:
                 raise KeyboardInterrupt
+
         recorder.on_step_begin = on_step_begin
     training.train(trainer, recorder, training.resume_point(run, f"{folder}/checkpoint"))
     return run.metrics().drop(columns="step_time")
@@ -302,11 +392,14 @@ def test_what_is_kept_of_a_finished_run_is_the_last_policy(policy, source, tmp_p
     assert training.resume_point(Run(tmp_path), tmp_path / "checkpoint") is None
 
 
-@pytest.mark.parametrize("settings, words", [
-    ({"rows": 4}, "rows=4: a divisor of the 6 responses"),
-    ({"rows": 0}, "rows must be 1 or more, or None, got 0"),
-    ({"draw_rows": "all"}, "draw_rows must be 1 or more, or None, got 'all'"),
-])
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"rows": 4}, "rows=4: a divisor of the 6 responses"),
+        ({"rows": 0}, "rows must be 1 or more, or None, got 0"),
+        ({"draw_rows": "all"}, "draw_rows must be 1 or more, or None, got 'all'"),
+    ],
+)
 def test_parts_that_do_not_fit_are_refused(policy, source, tmp_path, settings, words):
     with pytest.raises(ValueError, match=words):
         train(tmp_path, policy, source, **settings)
@@ -316,8 +409,14 @@ def test_settings_of_vllm_reach_trl(policy, source, tmp_path, monkeypatch):
     seen = {}
     monkeypatch.setattr(training, "RLOOConfig", lambda *_, **given: seen.update(given) or 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        train(tmp_path, policy, source, bf16=True, gradient_checkpointing=True,
-              vllm={"use_vllm": True, "vllm_mode": "colocate"})
+        train(
+            tmp_path,
+            policy,
+            source,
+            bf16=True,
+            gradient_checkpointing=True,
+            vllm={"use_vllm": True, "vllm_mode": "colocate"},
+        )
     assert seen["use_vllm"] is True and seen["vllm_mode"] == "colocate" and seen["bf16"] is True
     assert seen["per_device_train_batch_size"] == 2 and seen["gradient_accumulation_steps"] == 3
 
@@ -326,26 +425,46 @@ def test_settings_of_vllm_reach_trl(policy, source, tmp_path, monkeypatch):
 def sources(source, tmp_path_factory):
     """Where each kind of problems of a run is read from: folders in the formats of the hub."""
     folder = tmp_path_factory.mktemp("tests")
-    return {"source": source, "test_source": source,
-            "math2_source": str(math2_of_the_hub(folder / "math2", ["Question", "Answer"], HARDER)),
-            "mmlu_source": str(mmlu_of_the_hub(folder / "mmlu", CHOICES))}
+    return {
+        "source": source,
+        "test_source": source,
+        "math2_source": str(math2_of_the_hub(folder / "math2", ["Question", "Answer"], HARDER)),
+        "mmlu_source": str(mmlu_of_the_hub(folder / "mmlu", CHOICES)),
+    }
 
 
 def small(policy, sources):
     """The sizes of a run of the paper's scale, made small, on a model and data on disk."""
-    return {"policy": policy, **sources, "steps": 2,
-            "prompts_per_step": 2, "max_length": 8, "learning_rate": 1e-3, "eval_every": 1,
-            "eval_problems": 4, "final_samples": 2, "base_samples": 2, "save_steps": 1, "rows": 5}
+    return {
+        "policy": policy,
+        **sources,
+        "steps": 2,
+        "prompts_per_step": 2,
+        "max_length": 8,
+        "learning_rate": 1e-3,
+        "eval_every": 1,
+        "eval_problems": 4,
+        "final_samples": 2,
+        "base_samples": 2,
+        "save_steps": 1,
+        "rows": 5,
+    }
 
 
 def test_the_notebook_of_the_paper_scale_trains_a_model_on_disk(policy, sources, tmp_path):
     """The preset of the sweep, all but its sizes: the same keys, the same path."""
-    preset = next(run for run in plan(sweep("on_policy"), "paper").values()
-                  if (run["estimator"], run["placement"]) == ("k1", "reward"))
+    preset = next(
+        run
+        for run in plan(sweep("on_policy"), "paper").values()
+        if (run["estimator"], run["placement"]) == ("k1", "reward")
+    )
     papermill.execute_notebook(
-        ROOT / "nbs/experiments/20_on_policy.ipynb", tmp_path / "out.ipynb",
-        preset | small(policy, sources) | {"run_dir": str(tmp_path)}, progress_bar=False,
-        cwd=ROOT / "nbs/experiments")
+        ROOT / "nbs/experiments/20_on_policy.ipynb",
+        tmp_path / "out.ipynb",
+        preset | small(policy, sources) | {"run_dir": str(tmp_path)},
+        progress_bar=False,
+        cwd=ROOT / "nbs/experiments",
+    )
     status = json.loads((tmp_path / "status.json").read_text())
     assert status["state"] == "done" and 0 <= status["final_pass_math"] <= 1
     metrics = Run(tmp_path).metrics()
@@ -364,21 +483,28 @@ def test_the_notebook_of_the_paper_scale_trains_a_model_on_disk(policy, sources,
     assert rates.map(len).to_dict() == {"math": 4, "math2": 2, **dict.fromkeys(SUBJECTS, 3)}
     for name in rates.index:
         assert sum(rates[name]) / len(rates[name]) == pytest.approx(ends[f"pass_{name}"])
-    assert set(sum(rates, [])) <= {0, .5, 1} and sum(sum(rates, [])) > 0
+    assert set(sum(rates, [])) <= {0, 0.5, 1} and sum(sum(rates, [])) > 0
 
 
 def test_tests_of_other_tasks_than_math_are_refused(sources, tmp_path):
     with pytest.raises(papermill.PapermillExecutionError, match="are for the task math, got 'sum'"):
         papermill.execute_notebook(
-            ROOT / "nbs/experiments/20_on_policy.ipynb", tmp_path / "out.ipynb",
+            ROOT / "nbs/experiments/20_on_policy.ipynb",
+            tmp_path / "out.ipynb",
             {"mmlu_source": sources["mmlu_source"], "run_dir": str(tmp_path)},
-            progress_bar=False, cwd=ROOT / "nbs/experiments")
+            progress_bar=False,
+            cwd=ROOT / "nbs/experiments",
+        )
 
 
 def is_made(run):
     """One of the few runs of a preset that are made small to be drawn."""
-    return (run["beta"] in (0, .1) and run["seed"] == 0 and run["policy"] == QWEN
-            and run["placement"] + run["estimator"] in ("nonek1", "lossk1"))
+    return (
+        run["beta"] in (0, 0.1)
+        and run["seed"] == 0
+        and run["policy"] == QWEN
+        and run["placement"] + run["estimator"] in ("nonek1", "lossk1")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -387,9 +513,18 @@ def tables(policy, sources, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tables")
     changed = {"on_policy": {}, "variants": {"steps": 8, "save_steps": 4, "learning_rate": 1e-2}}
     for name, sizes in changed.items():
-        jobs = [Job(name, run, ROOT / "nbs/experiments/20_on_policy.ipynb", folder / run,
-                    parameters | small(policy, sources) | sizes | {"run_dir": str(folder / run)}, 1)
-                for run, parameters in plan(sweep(name), "paper").items() if is_made(parameters)]
+        jobs = [
+            Job(
+                name,
+                run,
+                ROOT / "nbs/experiments/20_on_policy.ipynb",
+                folder / run,
+                parameters | small(policy, sources) | sizes | {"run_dir": str(folder / run)},
+                1,
+            )
+            for run, parameters in plan(sweep(name), "paper").items()
+            if is_made(parameters)
+        ]
         assert len(jobs) == 2
         run_all([*jobs], 1, lambda job: [], print)
         collect([job.folder for job in jobs], folder / name / "paper", "paper")
@@ -400,9 +535,12 @@ def drawn(name, tables, policy, folder):
     """The table that a gallery notebook writes about the runs of the sweep `name`."""
     gallery = sweep(name).gallery
     papermill.execute_notebook(
-        gallery, folder / "out.ipynb",
+        gallery,
+        folder / "out.ipynb",
         {"runs_dir": str(tables / name / "paper"), "out_dir": str(folder), "policy": policy},
-        progress_bar=False, cwd=gallery.parent)
+        progress_bar=False,
+        cwd=gallery.parent,
+    )
     return pd.read_csv(folder / f"{name}.csv")
 
 
@@ -420,8 +558,10 @@ def test_the_gallery_draws_variants_on_math(policy, tables, tmp_path):
     """Beside the runs of the study with the same policy, seed and beta."""
     table = drawn("variants", tables, policy, tmp_path)
     assert set(zip(table.configuration, table.setting, table.runs, strict=True)) == {
-        (label, setting, 1) for label in ("K1 in loss", "no KL")
-        for setting in ("on-policy, not clipped", "4 minibatches")}
+        (label, setting, 1)
+        for label in ("K1 in loss", "no KL")
+        for setting in ("on-policy, not clipped", "4 minibatches")
+    }
     assert table[["pass_math", "pass_in", "pass_out"]].stack().between(0, 1).all()
     assert (tmp_path / "variants.png").exists()
     with pytest.raises(papermill.PapermillExecutionError, match="policy='nobody': one of .* is"):

@@ -46,9 +46,12 @@ def batch(b=5, t=7, dtype=torch.float64, seed=0):
     logp, ref_logp, behaviour_logp = (-x[:3].abs()).to(dtype)
     lengths = torch.randint(0, t + 1, (b, 1), generator=generator)
     lengths[0] = t
-    tensors = {"logp": logp.requires_grad_(), "ref_logp": ref_logp,
-               "behaviour_logp": behaviour_logp,
-               "token_kl": x[3].abs().to(dtype).requires_grad_()}
+    tensors = {
+        "logp": logp.requires_grad_(),
+        "ref_logp": ref_logp,
+        "behaviour_logp": behaviour_logp,
+        "token_kl": x[3].abs().to(dtype).requires_grad_(),
+    }
     return tensors | {"mask": torch.arange(t) < lengths}
 
 
@@ -58,10 +61,23 @@ def grad_logp(value, tensors):
 
 # ---- KLConfig
 
-@pytest.mark.parametrize("field, value", [
-    ("estimator", "k4"), ("estimator", "K1"), ("estimator", None), ("estimator", 1),
-    ("placement", "penalty"), ("placement", True), ("placement", ["reward"]),
-    ("credit", "future"), ("credit", ""), ("importance", "seq"), ("importance", 1.0)])
+
+@pytest.mark.parametrize(
+    "field, value",
+    [
+        ("estimator", "k4"),
+        ("estimator", "K1"),
+        ("estimator", None),
+        ("estimator", 1),
+        ("placement", "penalty"),
+        ("placement", True),
+        ("placement", ["reward"]),
+        ("credit", "future"),
+        ("credit", ""),
+        ("importance", "seq"),
+        ("importance", 1.0),
+    ],
+)
 def test_a_choice_that_is_not_allowed_is_named(field, value):
     with pytest.raises(ValueError) as caught:
         KLConfig(**{field: value})
@@ -70,8 +86,9 @@ def test_a_choice_that_is_not_allowed_is_named(field, value):
     assert all(choice in words for choice in CHOICES[field])
 
 
-@pytest.mark.parametrize("beta", [-0.1, -1e-300, math.nan, math.inf, -math.inf, "0.1", None, True,
-                                  [0.1], 10**400, 1j])
+@pytest.mark.parametrize(
+    "beta", [-0.1, -1e-300, math.nan, math.inf, -math.inf, "0.1", None, True, [0.1], 10**400, 1j]
+)
 def test_a_beta_that_is_not_allowed_is_named(beta):
     with pytest.raises(ValueError) as caught:
         KLConfig(beta=beta)
@@ -119,16 +136,26 @@ def test_no_penalty_has_one_name():
         assert (str(c), c.label, c.active) == ("none", "no KL", False)
 
 
-@pytest.mark.parametrize("config, name, label", [
-    (KLConfig(), "k1-reward-b0.05", "K1 in reward"),
-    (KLConfig("k3", "loss", 1), "k3-loss-b1", "K3 in loss"),
-    (KLConfig("k2", "both", 0.1), "k2-both-b0.1", "K2 in both"),
-    (KLConfig("exact", "loss"), "exact-loss-b0.05", "exact KL in loss"),
-    (KLConfig(credit="to_go"), "k1-reward-to_go-b0.05", "K1 in reward, to-go credit"),
-    (KLConfig("k3", "loss", importance="sequence"), "k3-loss-wsequence-b0.05",
-     "K3 in loss, sequence ratio"),
-    (KLConfig("k3", "both", 0.1, "token", "token"), "k3-both-token-wtoken-b0.1",
-     "K3 in both, token credit, token ratio")])
+@pytest.mark.parametrize(
+    "config, name, label",
+    [
+        (KLConfig(), "k1-reward-b0.05", "K1 in reward"),
+        (KLConfig("k3", "loss", 1), "k3-loss-b1", "K3 in loss"),
+        (KLConfig("k2", "both", 0.1), "k2-both-b0.1", "K2 in both"),
+        (KLConfig("exact", "loss"), "exact-loss-b0.05", "exact KL in loss"),
+        (KLConfig(credit="to_go"), "k1-reward-to_go-b0.05", "K1 in reward, to-go credit"),
+        (
+            KLConfig("k3", "loss", importance="sequence"),
+            "k3-loss-wsequence-b0.05",
+            "K3 in loss, sequence ratio",
+        ),
+        (
+            KLConfig("k3", "both", 0.1, "token", "token"),
+            "k3-both-token-wtoken-b0.1",
+            "K3 in both, token credit, token ratio",
+        ),
+    ],
+)
 def test_the_agreed_names(config, name, label):
     assert (str(config), config.label) == (name, label)
 
@@ -143,6 +170,7 @@ def test_it_is_frozen_and_active_only_with_a_penalty():
 
 
 # ---- parts
+
 
 def test_credited_by_hand():
     x = torch.tensor([[1.0, 2, 4], [0, -1, 3]])
@@ -163,8 +191,9 @@ def test_importance_weight_by_hand():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_importance_weight_is_finite(dtype):
     size = torch.tensor([0, 1, 50, 100, 1e3, 1e30, torch.finfo(dtype).max], dtype=dtype)
-    logp, behaviour_logp = torch.meshgrid(torch.cat([size, -size]), torch.cat([size, -size]),
-                                          indexing="ij")
+    logp, behaviour_logp = torch.meshgrid(
+        torch.cat([size, -size]), torch.cat([size, -size]), indexing="ij"
+    )
     for importance in ("token", "sequence"):
         assert importance_weight(logp, behaviour_logp, importance).isfinite().all()
 
@@ -182,13 +211,19 @@ def test_another_credit_or_weight_is_refused():
 def test_a_weighted_penalty_is_finite(estimator, importance):
     logp = torch.tensor([[-50.0] + [-0.1] * 600], requires_grad=True)
     config = KLConfig(estimator, "both", importance=importance)
-    value = kl_surrogate(logp, torch.zeros(1, 601), torch.ones(1, 601, dtype=torch.bool),
-                         config, logp.detach() - torch.tensor([[50.0] + [0.1] * 600]))
+    value = kl_surrogate(
+        logp,
+        torch.zeros(1, 601),
+        torch.ones(1, 601, dtype=torch.bool),
+        config,
+        logp.detach() - torch.tensor([[50.0] + [0.1] * 600]),
+    )
     value.backward()
     assert value.isfinite() and logp.grad.isfinite().all()
 
 
 # ---- kl_surrogate
+
 
 @pytest.mark.parametrize("config", PENALTIES, ids=str)
 def test_masked_positions_contribute_nothing(config):
@@ -198,8 +233,11 @@ def test_masked_positions_contribute_nothing(config):
     grad = grad_logp(value, clean)
     assert value.isfinite() and (grad[~mask] == 0).all()
     for padding in (math.nan, math.inf, -math.inf, 1e30, -1e30):
-        dirty = {name: x.detach().masked_fill(~mask, padding).requires_grad_()
-                 for name, x in clean.items() if name != "mask"} | {"mask": mask}
+        dirty = {
+            name: x.detach().masked_fill(~mask, padding).requires_grad_()
+            for name, x in clean.items()
+            if name != "mask"
+        } | {"mask": mask}
         again = kl_surrogate(config=config, **dirty)
         assert torch.equal(again, value) and torch.equal(grad_logp(again, dirty), grad)
 
@@ -211,11 +249,12 @@ def test_masking_equals_leaving_out(config):
     total = kl_surrogate(config=config, **x)
     alone = []
     for i, length in enumerate(x["mask"].sum(1).tolist()):
-        part = {name: t[i:i + 1, :length] for name, t in x.items()}
+        part = {name: t[i : i + 1, :length] for name, t in x.items()}
         alone.append(kl_surrogate(config=config, **part))
     torch.testing.assert_close(total, torch.stack(alone).mean(), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(grad_logp(total, x), grad_logp(torch.stack(alone).mean(), x),
-                               rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        grad_logp(total, x), grad_logp(torch.stack(alone).mean(), x), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("config", PENALTIES, ids=str)
@@ -246,14 +285,18 @@ def test_the_gradient_by_hand(config):
         leaf = logp[i].clone().requires_grad_()
         k = ESTIMATORS[config.estimator](leaf, ref_logp[i])
         if config.placement in ("reward", "both"):
-            who = {"sequence": inside, "token": torch.arange(7) == t,
-                   "to_go": inside & (torch.arange(7) >= t)}[config.credit]
+            who = {
+                "sequence": inside,
+                "token": torch.arange(7) == t,
+                "to_go": inside & (torch.arange(7) >= t),
+            }[config.credit]
             want[i, t] += k[who].sum().item()
         if config.placement in ("loss", "both"):
             want[i, t] += torch.autograd.grad(k.sum(), leaf)[0][t]
         gap = logp[i] - mu[i]
-        want[i, t] *= {"none": 1, "token": gap[t].exp(),
-                       "sequence": gap[inside].sum().exp()}[config.importance]
+        want[i, t] *= {"none": 1, "token": gap[t].exp(), "sequence": gap[inside].sum().exp()}[
+            config.importance
+        ]
     torch.testing.assert_close(grad, want / len(logp), rtol=1e-11, atol=1e-12)
 
 
@@ -284,9 +327,13 @@ def test_k2_in_the_loss_is_k1_with_token_credit(importance):
     "Per sample, not on average: one sequence at a time."
     for seed in range(5):
         x = batch(b=1, seed=seed)
-        grads = [grad_logp(kl_surrogate(config=c, **x), x) for c in (
-            KLConfig("k2", "loss", importance=importance),
-            KLConfig("k1", "reward", credit="token", importance=importance))]
+        grads = [
+            grad_logp(kl_surrogate(config=c, **x), x)
+            for c in (
+                KLConfig("k2", "loss", importance=importance),
+                KLConfig("k1", "reward", credit="token", importance=importance),
+            )
+        ]
         torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
 
 
@@ -297,15 +344,20 @@ def test_a_differentiable_ratio_is_both_with_token_credit_and_weight(estimator):
     k = ESTIMATORS[estimator](x["logp"], x["ref_logp"])
     want = grad_logp((ratio * k * x["mask"]).sum(1).mean(), x)
     config = KLConfig(estimator, "both", credit="token", importance="token")
-    torch.testing.assert_close(grad_logp(kl_surrogate(config=config, **x), x), want,
-                               rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(
+        grad_logp(kl_surrogate(config=config, **x), x), want, rtol=1e-11, atol=1e-12
+    )
 
 
 def test_the_ratio_turns_k3_into_k1_with_token_credit():
     x = batch()
-    grads = [grad_logp(kl_surrogate(config=c, **x), x) for c in (
-        KLConfig("k3", "both", credit="token", importance="token"),
-        KLConfig("k1", "reward", credit="token", importance="token"))]
+    grads = [
+        grad_logp(kl_surrogate(config=c, **x), x)
+        for c in (
+            KLConfig("k3", "both", credit="token", importance="token"),
+            KLConfig("k1", "reward", credit="token", importance="token"),
+        )
+    ]
     torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-12)
 
 
@@ -313,8 +365,10 @@ def test_the_ratio_turns_k3_into_k1_with_token_credit():
 def test_half_precision_is_summed_in_float32(config):
     for dtype, rough in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)):
         x = batch(dtype=dtype)
-        exactly = {name: t if name == "mask" else t.detach().double().requires_grad_()
-                   for name, t in x.items()}
+        exactly = {
+            name: t if name == "mask" else t.detach().double().requires_grad_()
+            for name, t in x.items()
+        }
         value, truth = (kl_surrogate(config=config, **t) for t in (x, exactly))
         assert value.dtype == torch.float32
         torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=1e-5)
@@ -327,13 +381,19 @@ def test_half_precision_is_summed_in_float32(config):
 def test_gradients_are_finite_at_extreme_log_ratios(config):
     logp = torch.tensor([[-1e4, -200.0, -100, -30, -1e-30, -0.0]], requires_grad=True)
     ref_logp = logp.detach().flip(1)
-    x = {"logp": logp, "ref_logp": ref_logp, "behaviour_logp": logp.detach() - 1e-3,
-         "token_kl": torch.ones(1, 6, requires_grad=True), "mask": torch.ones(1, 6).bool()}
+    x = {
+        "logp": logp,
+        "ref_logp": ref_logp,
+        "behaviour_logp": logp.detach() - 1e-3,
+        "token_kl": torch.ones(1, 6, requires_grad=True),
+        "mask": torch.ones(1, 6).bool(),
+    }
     value = kl_surrogate(config=config, **x)
     assert value.isfinite() and grad_logp(value, x).isfinite().all()
 
 
 # ---- against the exact gradients
+
 
 def tree(seed, v=3, horizon=4):
     rows = sum(v**t for t in range(horizon))
@@ -349,8 +409,14 @@ def surrogate_gradient(policy, ref, config, behaviour=None):
     logp = policy.logp(theta)[states, tokens]
     kl = exact_kl(policy.logp(theta), ref.logp())[states]
     leaves = [x.detach().requires_grad_() for x in (logp, kl)]
-    value = kl_surrogate(leaves[0], ref.logp()[states, tokens], torch.ones_like(states).bool(),
-                         config, sampled, leaves[1])
+    value = kl_surrogate(
+        leaves[0],
+        ref.logp()[states, tokens],
+        torch.ones_like(states).bool(),
+        config,
+        sampled,
+        leaves[1],
+    )
     outer = torch.autograd.grad(value * len(states), leaves, materialize_grads=True)
     p = sampled.sum(1, keepdim=True).exp()
     return torch.autograd.grad([logp, kl], theta, [p * g for g in outer])[0]
@@ -361,9 +427,12 @@ def surrogate_gradient(policy, ref, config, behaviour=None):
 def test_the_expected_gradient_is_that_of_the_lab(config, off_policy):
     policy, ref, mu = (tree(s) for s in range(3))
     behaviour = mu if off_policy else None
-    torch.testing.assert_close(surrogate_gradient(policy, ref, config, behaviour),
-                               expected_gradient(policy, ref, config, behaviour),
-                               rtol=1e-10, atol=1e-11)
+    torch.testing.assert_close(
+        surrogate_gradient(policy, ref, config, behaviour),
+        expected_gradient(policy, ref, config, behaviour),
+        rtol=1e-10,
+        atol=1e-11,
+    )
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -379,27 +448,56 @@ def test_the_relative_biases_of_the_paper(seed):
         for credit in ("sequence", "to_go"):
             assert bias(*unbiased, credit=credit) < 1e-10
     assert abs(bias("k1", "loss") - 1) < 1e-10
-    for biased in (("k2", "reward"), ("k2", "loss"), ("k2", "both"), ("k3", "reward"),
-                   ("k3", "loss"), ("exact", "reward"), ("exact", "loss")):
+    for biased in (
+        ("k2", "reward"),
+        ("k2", "loss"),
+        ("k2", "both"),
+        ("k3", "reward"),
+        ("k3", "loss"),
+        ("exact", "reward"),
+        ("exact", "loss"),
+    ):
         assert bias(*biased) > 0.1
     for estimator, place in itertools.product(CHOICES["estimator"], ("reward", "both")):
         assert bias(estimator, place, credit="token") > 0.1
 
 
-@pytest.mark.parametrize("choice, target", [
-    (("k1", "reward"), "sequence_reverse_kl"), (("k3", "both"), "sequence_reverse_kl"),
-    (("exact", "both"), "sequence_reverse_kl"), (("k2", "loss"), "token_reverse_kl"),
-    (("exact", "loss"), "token_reverse_kl"), (("k3", "loss"), "token_forward_kl"),
-    (("k1", "reward", 0.05, "token"), "token_reverse_kl"),
-    (("k3", "both", 0.05, "token"), "token_reverse_kl")], ids=str)
+@pytest.mark.parametrize(
+    "choice, target",
+    [
+        (("k1", "reward"), "sequence_reverse_kl"),
+        (("k3", "both"), "sequence_reverse_kl"),
+        (("exact", "both"), "sequence_reverse_kl"),
+        (("k2", "loss"), "token_reverse_kl"),
+        (("exact", "loss"), "token_reverse_kl"),
+        (("k3", "loss"), "token_forward_kl"),
+        (("k1", "reward", 0.05, "token"), "token_reverse_kl"),
+        (("k3", "both", 0.05, "token"), "token_reverse_kl"),
+    ],
+    ids=str,
+)
 def test_which_objective_a_configuration_follows(choice, target):
     policy, ref = tree(3), tree(4)
-    torch.testing.assert_close(surrogate_gradient(policy, ref, KLConfig(*choice)),
-                               exact_gradient(policy, ref, target), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        surrogate_gradient(policy, ref, KLConfig(*choice)),
+        exact_gradient(policy, ref, target),
+        rtol=1e-10,
+        atol=1e-12,
+    )
 
 
-@pytest.mark.parametrize("choice", [("k1", "reward"), ("k3", "both"), ("exact", "both"),
-                                    ("k2", "loss"), ("k3", "loss"), ("exact", "loss")], ids=str)
+@pytest.mark.parametrize(
+    "choice",
+    [
+        ("k1", "reward"),
+        ("k3", "both"),
+        ("exact", "both"),
+        ("k2", "loss"),
+        ("k3", "loss"),
+        ("exact", "loss"),
+    ],
+    ids=str,
+)
 def test_more_beta_less_kl(choice):
     "The sign: training on a reward with a larger beta ends nearer to the reference."
     ref = tree(5, v=3, horizon=2)
@@ -410,7 +508,7 @@ def test_more_beta_less_kl(choice):
         for _ in range(60):
             theta = policy.parameters.clone().requires_grad_()
             p = policy.logp(theta)[states, tokens].sum(1).exp()
-            ascent, = torch.autograd.grad((p * reward).sum(), theta)
+            (ascent,) = torch.autograd.grad((p * reward).sum(), theta)
             penalty = surrogate_gradient(policy, ref, KLConfig(*choice))
             policy.parameters = policy.parameters + ascent - beta * penalty
         ends.append(divergence(policy, ref).item())
@@ -427,6 +525,7 @@ def test_no_penalty_reads_nothing_and_costs_nothing():
 
 
 # ---- bad input
+
 
 def test_a_config_is_needed():
     with pytest.raises(ValueError, match="config='k1': a KLConfig is needed"):
@@ -450,10 +549,17 @@ def test_a_baseline_is_masked_and_needs_a_credit():
         kl_terms(config=KLConfig("k3", "loss"), baseline=baseline, **x)
 
 
-@pytest.mark.parametrize("config, missing", [
-    (KLConfig(), "ref_logp"), (KLConfig("k3", "loss"), "ref_logp"),
-    (KLConfig("exact"), "token_kl"), (KLConfig(importance="token"), "behaviour_logp"),
-    (KLConfig("k3", "loss", importance="sequence"), "behaviour_logp")], ids=str)
+@pytest.mark.parametrize(
+    "config, missing",
+    [
+        (KLConfig(), "ref_logp"),
+        (KLConfig("k3", "loss"), "ref_logp"),
+        (KLConfig("exact"), "token_kl"),
+        (KLConfig(importance="token"), "behaviour_logp"),
+        (KLConfig("k3", "loss", importance="sequence"), "behaviour_logp"),
+    ],
+    ids=str,
+)
 def test_a_missing_tensor_is_named(config, missing):
     x = batch() | {missing: None}
     with pytest.raises(ValueError) as caught:
@@ -463,21 +569,29 @@ def test_a_missing_tensor_is_named(config, missing):
 
 def test_what_a_configuration_does_not_use_may_be_missing():
     x = batch()
-    for config, unused in ((KLConfig(), ("behaviour_logp", "token_kl")),
-                           (KLConfig("exact", "both"), ("behaviour_logp", "ref_logp"))):
+    for config, unused in (
+        (KLConfig(), ("behaviour_logp", "token_kl")),
+        (KLConfig("exact", "both"), ("behaviour_logp", "ref_logp")),
+    ):
         want = kl_surrogate(config=config, **x)
         assert torch.equal(kl_surrogate(config=config, **x | dict.fromkeys(unused)), want)
 
 
-@pytest.mark.parametrize("mask, words", [
-    (None, "mask is NoneType"), ([[True]], "mask is list"),
-    (torch.ones(5, 7), "mask is ((5, 7), torch.float32)"),
-    (torch.ones(5, 7).long(), "mask is ((5, 7), torch.int64)"),
-    (torch.ones(5, 6).bool(), "mask is ((5, 6), torch.bool)"),
-    (torch.ones(7).bool(), "mask is ((7,), torch.bool)"),
-    (torch.ones(1, 5, 7).bool(), "mask is ((1, 5, 7), torch.bool)")])
-@pytest.mark.parametrize("config", [KLConfig(), KLConfig("k3", "loss"), KLConfig("exact", "both")],
-                         ids=str)
+@pytest.mark.parametrize(
+    "mask, words",
+    [
+        (None, "mask is NoneType"),
+        ([[True]], "mask is list"),
+        (torch.ones(5, 7), "mask is ((5, 7), torch.float32)"),
+        (torch.ones(5, 7).long(), "mask is ((5, 7), torch.int64)"),
+        (torch.ones(5, 6).bool(), "mask is ((5, 6), torch.bool)"),
+        (torch.ones(7).bool(), "mask is ((7,), torch.bool)"),
+        (torch.ones(1, 5, 7).bool(), "mask is ((1, 5, 7), torch.bool)"),
+    ],
+)
+@pytest.mark.parametrize(
+    "config", [KLConfig(), KLConfig("k3", "loss"), KLConfig("exact", "both")], ids=str
+)
 def test_a_wrong_mask_is_named(config, mask, words):
     with pytest.raises(ValueError) as caught:
         kl_surrogate(config=config, **batch() | {"mask": mask})
@@ -494,30 +608,41 @@ def test_a_wrong_batch_is_named(shape):
 FULL = KLConfig("exact", "both", importance="token")
 
 
-@pytest.mark.parametrize("name, config", [("ref_logp", KLConfig()), ("behaviour_logp", FULL),
-                                          ("token_kl", FULL)], ids=str)
-@pytest.mark.parametrize("wrong", [torch.zeros(5, 6), torch.zeros(7), torch.zeros(5, 1),
-                                   torch.zeros(5, 7).long()], ids=["short", "row", "column", "int"])
+@pytest.mark.parametrize(
+    "name, config",
+    [("ref_logp", KLConfig()), ("behaviour_logp", FULL), ("token_kl", FULL)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.zeros(5, 6), torch.zeros(7), torch.zeros(5, 1), torch.zeros(5, 7).long()],
+    ids=["short", "row", "column", "int"],
+)
 def test_a_wrong_shape_or_dtype_is_named(name, config, wrong):
     with pytest.raises(ValueError) as caught:
         kl_surrogate(config=config, **batch() | {name: wrong})
     assert str(caught.value) == (
         f"{name} has shape {tuple(wrong.shape)} and dtype {wrong.dtype}: the floating shape "
-        "(B, T) of logp, (5, 7), is needed")
+        "(B, T) of logp, (5, 7), is needed"
+    )
 
 
-@pytest.mark.parametrize("name, config", [("logp", KLConfig()), ("ref_logp", KLConfig()),
-                                          ("behaviour_logp", FULL), ("token_kl", FULL)], ids=str)
+@pytest.mark.parametrize(
+    "name, config",
+    [("logp", KLConfig()), ("ref_logp", KLConfig()), ("behaviour_logp", FULL), ("token_kl", FULL)],
+    ids=str,
+)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_not_finite_is_named_with_its_place(name, config, bad):
     x = batch()
     x["mask"] = torch.ones_like(x["mask"])
     x["mask"][2, 3] = False
     broken = x[name].detach().clone()
-    broken[2, 3:5] = bad                                   # the first of the two is masked
+    broken[2, 3:5] = bad  # the first of the two is masked
     broken[4, 6] = bad
     with pytest.raises(ValueError) as caught:
         kl_surrogate(config=config, **x | {name: broken})
     assert str(caught.value) == (
         f"{name} is {bad} at sequence 2, token 4 (2 such tokens): finite numbers are needed "
-        "wherever mask is True")
+        "wherever mask is True"
+    )

@@ -60,8 +60,14 @@ def mixed(n=2):
 @pytest.mark.parametrize("path", BASE_POLICIES, ids=SHIPPED)
 def test_the_shipped_policies_are_small_standard_and_complete(path):
     files = {file.name: file.stat().st_size for file in path.iterdir()}
-    assert set(files) == {"README.md", "config.json", "generation_config.json", "model.safetensors",
-                          "tokenizer.json", "tokenizer_config.json"}
+    assert set(files) == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
     assert sum(files.values()) < 2e6
     assert json.loads((path / "config.json").read_text())["model_type"] == "qwen2"
 
@@ -69,7 +75,7 @@ def test_the_shipped_policies_are_small_standard_and_complete(path):
 def test_the_shipped_policies_are_two_of_different_seeds():
     assert BASE_POLICIES[0] == BASE_POLICY
     first, second = (load_policy(path)[0].lm_head.weight for path in BASE_POLICIES)
-    assert first.shape == second.shape and (first - second).abs().max() > .1
+    assert first.shape == second.shape and (first - second).abs().max() > 0.1
     for seed, path in enumerate(BASE_POLICIES):
         assert f"random weights (seed {seed})" in (path / "README.md").read_text()
 
@@ -85,6 +91,7 @@ def test_a_wheel_carries_both_policies():
 def test_loading_needs_no_network(monkeypatch):
     def refuse(*_):
         raise AssertionError("network")
+
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     model, tok = load_policy()
@@ -155,15 +162,19 @@ def add_symbol(folder):
     (folder / "tokenizer.json").write_text(text)
 
 
-@pytest.mark.parametrize(("damage", "error", "message"), [
-    (shutil.rmtree, FileNotFoundError, "no policy at"),
-    (empty, ValueError, "cannot be loaded: .*config.json"),
-    (drop_config, ValueError, "cannot be loaded: .*config.json"),
-    (pickle_weights, FileNotFoundError, "no policy at"),
-    (break_weights, ValueError, "lacks weights: model.layers.1.mlp.up_proj.weight"),
-    (break_shape, ValueError, "lacks weights: .*model.norm.weight.*63"),
-    (add_symbol, ValueError, "has 33 symbols, the model 32"),
-], ids=lambda case: getattr(case, "__name__", None))
+@pytest.mark.parametrize(
+    ("damage", "error", "message"),
+    [
+        (shutil.rmtree, FileNotFoundError, "no policy at"),
+        (empty, ValueError, "cannot be loaded: .*config.json"),
+        (drop_config, ValueError, "cannot be loaded: .*config.json"),
+        (pickle_weights, FileNotFoundError, "no policy at"),
+        (break_weights, ValueError, "lacks weights: model.layers.1.mlp.up_proj.weight"),
+        (break_shape, ValueError, "lacks weights: .*model.norm.weight.*63"),
+        (add_symbol, ValueError, "has 33 symbols, the model 32"),
+    ],
+    ids=lambda case: getattr(case, "__name__", None),
+)
 def test_a_damaged_policy_is_refused_by_name(folder, damage, error, message):
     damage(folder)
     with pytest.raises(error, match=message) as refusal:
@@ -201,7 +212,7 @@ def test_padding_does_not_change_the_logits_of_a_completion(base):
         with torch.no_grad():
             logits = model(alone).logits[0]
         drawn = len(together[row])
-        torch.testing.assert_close(together[row], logits[-drawn - 1:-1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(together[row], logits[-drawn - 1 : -1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("size", [1, 5, 256])
@@ -212,8 +223,10 @@ def test_equal_prompts_and_answers_keep_their_places(base, size):
     asked, drawn, found = [one, one, other, one, third, third, *[one] * 10], [], []
     with sampling(model, tok, 0, 1.0):
         for ids, attention, completion in complete(model, tok, asked, size):
-            drawn += [(ids[i][attention[i] & ~completion[i]], ids[i][completion[i]])
-                      for i in range(len(ids))]
+            drawn += [
+                (ids[i][attention[i] & ~completion[i]], ids[i][completion[i]])
+                for i in range(len(ids))
+            ]
             found += decode(tok, ids, completion)
     assert [tok.decode(prompt) for prompt, _ in drawn] == asked
     assert found == [tok.decode(text, skip_special_tokens=True) for _, text in drawn]
@@ -241,7 +254,7 @@ def test_a_completion_ends_with_its_first_end_of_sequence(base):
         assert read[drawn].all() and row[read & ~drawn][-1] == tok(":")["input_ids"][0]
 
 
-@pytest.mark.parametrize("temperature", [.5, 1.0, 2.0])
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_tokens_are_drawn_from_the_whole_distribution(base, temperature):
     model, tok = base
     with torch.no_grad():
@@ -254,15 +267,22 @@ def test_tokens_are_drawn_from_the_whole_distribution(base, temperature):
     rare = expected * 4096 < 5
     counts = torch.cat([observed[~rare], observed[rare].sum()[None]]).double()
     means = torch.cat([expected[~rare], expected[rare].sum()[None]]).double() * 4096
-    chi = ((counts - means)**2 / means.clamp(min=1e-9)).sum().item()
+    chi = ((counts - means) ** 2 / means.clamp(min=1e-9)).sum().item()
     freedom = len(counts) - 1
     assert chi < freedom + 5 * math.sqrt(2 * freedom)
 
 
 def test_defaults_of_the_checkpoint_that_cut_the_distribution_have_no_effect(base):
     model, tok = load_policy()
-    for name, value in {"top_k": 1, "top_p": .1, "repetition_penalty": 5.0, "min_p": .9,
-                        "suppress_tokens": [3, 4], "max_new_tokens": 2, "do_sample": False}.items():
+    for name, value in {
+        "top_k": 1,
+        "top_p": 0.1,
+        "repetition_penalty": 5.0,
+        "min_p": 0.9,
+        "suppress_tokens": [3, 4],
+        "max_new_tokens": 2,
+        "do_sample": False,
+    }.items():
         setattr(model.generation_config, name, value)
     assert sample(model, tok, mixed(), 2, seed=0) == sample(*base, mixed(), 2, seed=0)
     assert model.generation_config.top_k == 1
@@ -272,8 +292,9 @@ def test_samples_follow_the_seed_and_come_problem_by_problem(base):
     drawn = sample(*base, mixed(), 3, seed=5)
     assert len(drawn) == 16 and all(len(texts) == 3 for texts in drawn)
     assert drawn == sample(*base, mixed(), 3, seed=5) != sample(*base, mixed(), 3, seed=6)
-    right = fmean(is_correct(p, text) for p, texts in zip(mixed(), drawn, strict=True)
-                  for text in texts)
+    right = fmean(
+        is_correct(p, text) for p, texts in zip(mixed(), drawn, strict=True) for text in texts
+    )
     assert evaluate(*base, mixed(), 3, seed=5)["pass_at_1"] == pytest.approx(right)
 
 
@@ -314,12 +335,13 @@ def test_kl_and_entropy_are_those_of_plain_formulas_on_every_completion_alone(ba
     for problem, texts in zip(asked, sample(model, tok, asked, 2, seed=1), strict=True):
         for text in texts:
             ids = tok(problem.prompt + text, return_tensors="pt")["input_ids"]
-            end = torch.tensor([[tok.eos_token_id]][:len(text) < MAX_NEW_TOKENS])
+            end = torch.tensor([[tok.eos_token_id]][: len(text) < MAX_NEW_TOKENS])
             ids = torch.cat([ids, end.view(1, -1).long()], 1)
             first = len(problem.prompt)
             with torch.no_grad():
-                logp, ref_logp = (m(ids).logits[0, first - 1:-1].double().log_softmax(-1)
-                                  for m in (model, ref))
+                logp, ref_logp = (
+                    m(ids).logits[0, first - 1 : -1].double().log_softmax(-1) for m in (model, ref)
+                )
             drawn = ids[0, first:, None]
             kl += (logp.exp() * (logp - ref_logp)).sum().item()
             log_ratio += (logp - ref_logp).gather(1, drawn).sum().item()
@@ -342,7 +364,7 @@ def test_pass_rates_and_their_standard_error(base):
     result = evaluate(*base, problems("sort", "test", 20), 4, seed=0)
     rates = torch.tensor(result["pass_rates"], dtype=torch.float64)
     assert len(rates) == result["n_problems"] == 20 and result["n_samples"] == 4
-    assert set(rates.tolist()) <= {0, .25, .5, .75, 1}
+    assert set(rates.tolist()) <= {0, 0.25, 0.5, 0.75, 1}
     assert result["pass_at_1"] == pytest.approx(rates.mean().item())
     assert result["pass_at_1_se"] == pytest.approx(rates.std().item() / math.sqrt(20))
     assert math.isnan(evaluate(*base, problems("sort", "test", 1), 2, seed=0)["pass_at_1_se"])
@@ -352,8 +374,10 @@ def test_pass_rates_alone_are_those_of_an_evaluation(base):
     asked = mixed()
     rates = pass_rates(*base, asked, 3, seed=2)
     assert rates == evaluate(*base, asked, 3, seed=2)["pass_rates"] and len(set(rates)) > 2
-    assert rates == [fmean(is_correct(problem, text) for text in texts) for problem, texts
-                     in zip(asked, sample(*base, asked, 3, seed=2), strict=True)]
+    assert rates == [
+        fmean(is_correct(problem, text) for text in texts)
+        for problem, texts in zip(asked, sample(*base, asked, 3, seed=2), strict=True)
+    ]
 
 
 def test_completions_that_were_cut_off_are_counted_and_wrong():
@@ -366,13 +390,16 @@ def test_completions_that_were_cut_off_are_counted_and_wrong():
     assert result["pass_at_1"] == 0
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"problems": []}, "problems is empty"),
-    ({"n_samples": 0}, "n_samples must be 1 or more, got 0"),
-    ({"n_samples": 1.5}, "n_samples must be 1 or more, got 1.5"),
-    ({"problems": [Problem("sum", "What is 4 + 7?", "11")]}, "'What is 4 \\+ 7\\?' reads as"),
-    ({"problems": [Problem("sum", "M4,７:", "11")]}, "reads as"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"problems": []}, "problems is empty"),
+        ({"n_samples": 0}, "n_samples must be 1 or more, got 0"),
+        ({"n_samples": 1.5}, "n_samples must be 1 or more, got 1.5"),
+        ({"problems": [Problem("sum", "What is 4 + 7?", "11")]}, "'What is 4 \\+ 7\\?' reads as"),
+        ({"problems": [Problem("sum", "M4,７:", "11")]}, "reads as"),
+    ],
+)
 @pytest.mark.parametrize("function", [sample, evaluate])
 def test_bad_requests_are_refused(base, function, change, message):
     request = {"problems": problems("sum", "test", 1), "n_samples": 1, "seed": 0} | change
@@ -401,7 +428,7 @@ def test_the_card_says_what_the_policy_does(path, name):
     rate, error = card_rows(path)[name]
     result = evaluate(*load_policy(path), problems(name, "test", 60, seed=7), 4, seed=7)
     spread = math.hypot(error, result["pass_at_1_se"])
-    assert abs(result["pass_at_1"] - rate) < 4 * spread and error < .03
+    assert abs(result["pass_at_1"] - rate) < 4 * spread and error < 0.03
     # Learned, noise and all, with room to gain. Countdown is hardly learned, and the card says so.
-    least = .01 if name == "countdown" else .1
-    assert least < rate < TASKS[name].demonstrated + .1
+    least = 0.01 if name == "countdown" else 0.1
+    assert least < rate < TASKS[name].demonstrated + 0.1

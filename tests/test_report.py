@@ -26,8 +26,12 @@ def ax():
 def curves(labels, seeds=3):
     rng = np.random.default_rng(0)
     rows = itertools.product(labels, range(seeds), range(0, 50, 10))
-    return pd.DataFrame([{"label": label, "seed": seed, "step": step, "kl": rng.random()}
-                         for label, seed, step in rows])
+    return pd.DataFrame(
+        [
+            {"label": label, "seed": seed, "step": step, "kl": rng.random()}
+            for label, seed, step in rows
+        ]
+    )
 
 
 @pytest.mark.parametrize("label", report.LABELS)
@@ -50,8 +54,10 @@ def test_an_unknown_label_is_refused_by_name(label):
         report.colour(label)
 
 
-@pytest.mark.parametrize("wanted, gap", [
-    ([0.5] * 10, 0.08), ([0, 1, 0.99, 0.02], 0.1), ([3.0], 1), ([], 1), ([1, 0.5, 0], 0.5)])
+@pytest.mark.parametrize(
+    "wanted, gap",
+    [([0.5] * 10, 0.08), ([0, 1, 0.99, 0.02], 0.1), ([3.0], 1), ([], 1), ([1, 0.5, 0], 0.5)],
+)
 def test_spread_keeps_the_order_the_gap_and_the_mean(wanted, gap):
     placed = report.spread(wanted, gap)
     order = np.argsort(wanted, kind="stable")
@@ -81,8 +87,9 @@ def test_names_at_the_ends_do_not_overlap(ax, scale):
     assert max(box.y1 for box in boxes) <= ax.figure.bbox.y1
 
 
-@pytest.mark.parametrize("values, match", [
-    ([], "one or more"), ([1, np.inf], "one or more"), ([[1, 2]], "one or more")])
+@pytest.mark.parametrize(
+    "values, match", [([], "one or more"), ([1, np.inf], "one or more"), ([[1, 2]], "one or more")]
+)
 def test_an_interval_of_bad_values_is_refused(values, match):
     with pytest.raises(ValueError, match=match):
         report.interval(values)
@@ -112,9 +119,14 @@ def test_mean_lines_draws_the_mean_of_each_label_and_a_band(ax):
     assert {text.get_text() for text in ax.texts} == set(df["label"])
 
 
-@pytest.mark.parametrize("spoil, match", [
-    (lambda df: df.drop(columns="kl"), "kl"), (lambda df: df[:0], "no rows"),
-    (lambda df: df.assign(label="K9"), "K9")])
+@pytest.mark.parametrize(
+    "spoil, match",
+    [
+        (lambda df: df.drop(columns="kl"), "kl"),
+        (lambda df: df[:0], "no rows"),
+        (lambda df: df.assign(label="K9"), "K9"),
+    ],
+)
 def test_mean_lines_refuses_a_bad_table(ax, spoil, match):
     with pytest.raises(ValueError, match=match):
         report.mean_lines(spoil(curves(["no KL"])), "step", "kl", ax=ax)
@@ -122,8 +134,13 @@ def test_mean_lines_refuses_a_bad_table(ax, spoil, match):
 
 def gradients(**columns):
     horizon = np.array([2, 4, 8])
-    table = {"label": "K3 in loss", "horizon": horizon, "value": 0.1 * horizon,
-             "low": 0.09 * horizon, "high": 0.11 * horizon}
+    table = {
+        "label": "K3 in loss",
+        "horizon": horizon,
+        "value": 0.1 * horizon,
+        "low": 0.09 * horizon,
+        "high": 0.11 * horizon,
+    }
     return pd.DataFrame(table | columns)
 
 
@@ -140,9 +157,14 @@ def test_gradient_panel_draws_markers_for_what_was_measured_and_a_line_for_the_e
     assert len(bars) == 6 and all(bar[0, 1] > 0 for bar in bars)
 
 
-@pytest.mark.parametrize("df, match", [
-    (gradients().drop(columns="low"), "low"), (gradients()[:0], "no rows"),
-    (pd.concat([gradients(), gradients()]), "several rows")])
+@pytest.mark.parametrize(
+    "df, match",
+    [
+        (gradients().drop(columns="low"), "low"),
+        (gradients()[:0], "no rows"),
+        (pd.concat([gradients(), gradients()]), "several rows"),
+    ],
+)
 def test_gradient_panel_refuses_a_bad_table(ax, df, match):
     with pytest.raises(ValueError, match=match):
         report.gradient_panel(df, ax)
@@ -164,8 +186,11 @@ report.save(fig, sys.argv[1], "figure")
 def test_two_processes_write_the_same_bytes(tmp_path):
     digests = []
     for seed in ("1", "2"):
-        subprocess.run([sys.executable, "-c", DRAW, tmp_path / seed], check=True,
-                       env={"PYTHONHASHSEED": seed, "MPLBACKEND": "agg"})
+        subprocess.run(
+            [sys.executable, "-c", DRAW, tmp_path / seed],
+            check=True,
+            env={"PYTHONHASHSEED": seed, "MPLBACKEND": "agg"},
+        )
         files = [tmp_path / seed / f"figure.{kind}" for kind in ("png", "svg")]
         digests.append([hashlib.sha256(path.read_bytes()).hexdigest() for path in files])
     assert digests[0] == digests[1]
@@ -204,5 +229,8 @@ def test_a_table_survives_awkward_cells(tmp_path):
     back = pd.read_csv(csv)
     assert back["label"].to_list() == ["a|b", "c"] and back["n"].to_list() == [3, 1000000]
     assert markdown.read_text().splitlines() == [
-        "| label | n | x |", "| --- | ---: | ---: |",
-        "| a\\|b | 3 |  |", "| c | 1000000 | 1.23e+03 |"]
+        "| label | n | x |",
+        "| --- | ---: | ---: |",
+        "| a\\|b | 3 |  |",
+        "| c | 1000000 | 1.23e+03 |",
+    ]

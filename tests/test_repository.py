@@ -14,8 +14,21 @@ from kl_comedy.study.sweeps import KEYS, SCALES, load_sweep, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
-SKIPPED = {".git", ".venv", "runs", "_proc", "_docs", "_build", "_src", "__pycache__",
-           ".ipynb_checkpoints", ".pytest_cache", ".ruff_cache", "dist", "build"}
+SKIPPED = {
+    ".git",
+    ".venv",
+    "runs",
+    "_proc",
+    "_docs",
+    "_build",
+    "_src",
+    "__pycache__",
+    ".ipynb_checkpoints",
+    ".pytest_cache",
+    ".ruff_cache",
+    "dist",
+    "build",
+}
 NOTEBOOKS = sorted(p for p in ROOT.glob("nbs/**/*.ipynb") if not SKIPPED & set(p.parts))
 EXECUTED = [p for p in NOTEBOOKS if p.parent.name in ("experiments", "gallery")]
 
@@ -46,11 +59,21 @@ def nbdev(name, folder):
 
 def changed(folder, pattern):
     """Files of the repository that match `pattern` and differ in the copy `folder`."""
-    names = {p.relative_to(base) for base in (ROOT, folder) for p in base.glob(pattern)
-             if not SKIPPED & set(p.parts)}
-    return [str(name) for name in sorted(names)
-            if not ((ROOT / name).exists() and (folder / name).exists()
-                    and (ROOT / name).read_bytes() == (folder / name).read_bytes())]
+    names = {
+        p.relative_to(base)
+        for base in (ROOT, folder)
+        for p in base.glob(pattern)
+        if not SKIPPED & set(p.parts)
+    }
+    return [
+        str(name)
+        for name in sorted(names)
+        if not (
+            (ROOT / name).exists()
+            and (folder / name).exists()
+            and (ROOT / name).read_bytes() == (folder / name).read_bytes()
+        )
+    ]
 
 
 def test_modules_are_what_the_notebooks_export(copy):
@@ -78,8 +101,14 @@ def test_what_papermill_executes_has_one_parameters_cell(path, copy):
 
 def test_cleaning_keeps_the_parameters_tag(copy):
     path = copy / "nbs" / "tagged.ipynb"
-    cell = {"cell_type": "code", "id": "a", "execution_count": 3, "source": "x = 1", "outputs": [],
-            "metadata": {"tags": ["parameters"], "scrolled": True}}
+    cell = {
+        "cell_type": "code",
+        "id": "a",
+        "execution_count": 3,
+        "source": "x = 1",
+        "outputs": [],
+        "metadata": {"tags": ["parameters"], "scrolled": True},
+    }
     notebook = {"cells": [cell], "metadata": {}, "nbformat": 4, "nbformat_minor": 5}
     path.write_text(json.dumps(notebook))
     subprocess.run([BIN / "nbdev_clean", "--fname", path], cwd=copy, check=True)
@@ -99,9 +128,13 @@ def test_a_notebook_holds_no_outputs(path):
 def test_code_fits_the_width_of_the_page(path):
     """A code block of the site holds 92 columns; a longer line makes it scroll sideways."""
     cells = json.loads(path.read_text())["cells"]
-    wide = [f"cell {cell['id']}, line {n}: {len(line)} columns" for cell in cells
-            if cell["cell_type"] == "code"
-            for n, line in enumerate("".join(cell["source"]).splitlines(), 1) if len(line) > 92]
+    wide = [
+        f"cell {cell['id']}, line {n}: {len(line)} columns"
+        for cell in cells
+        if cell["cell_type"] == "code"
+        for n, line in enumerate("".join(cell["source"]).splitlines(), 1)
+        if len(line) > 92
+    ]
     assert wide == [], "break the line at a natural place"
 
 

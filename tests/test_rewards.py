@@ -31,21 +31,46 @@ ROOT = Path(__file__).resolve().parent.parent
 SOLUTIONS = ROOT.parent / "shared" / "data" / "gsm8k_completions" / "example_model_solutions.jsonl"
 
 
-@pytest.mark.parametrize(("text", "answer"), [
-    (r"\boxed{7}", "7"), (r"$\boxed{ 7 }$.", "7"), (r"\boxed 7", "7"), (r"$\boxed 12$", "12"),
-    ("\\boxed\n{7}", "7"), (r"\fbox{7}", "7"), (r"\boxed{1} \fbox{2}", "2"),
-    (r"\fbox{1} \boxed{2}", "2"), (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
-    (r"\boxed{\{1\}}", r"\{1\}"), (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
-    (r"\boxed{a\\b}", r"a\\b"), ("\\boxed{a\nb}", "a\nb"), (r"\boxed{}", ""), (r"\boxed{ }", ""),
-    (r"\boxed{1} \boxed{}", ""), (r"\boxed{1} \boxed{2", "1"), (r"{\boxed{1}", "1"),
-    (r"}}\boxed{1}", "1"), (r"\boxed{\boxed{1}}", "1"), (r"\boxed{\boxed{1}, 2", "1"),
-    (r"\boxed{\text{\fbox{3}}}", "3"), (r"\boxed{\frac{1}{2}, {", None), (r"\boxed{1\}", None),
-    ("", None), ("7", None), (r"\boxed", None), ("boxed{7}", None), (r"\\boxed{7}", None),
-    (r"\boxedtext{7}", None), (r"\boxed}7{", None), (r"\boxed $7$", None),
-    (rf"\boxed{{{'7' * MAX_ANSWER}}}", "7" * MAX_ANSWER),
-    (rf"\boxed{{{'7' * (MAX_ANSWER + 1)}}}", None),
-    (rf"\boxed{{1}} \boxed{{{'7' * (MAX_ANSWER + 1)}}}", None),
-])
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        (r"\boxed{7}", "7"),
+        (r"$\boxed{ 7 }$.", "7"),
+        (r"\boxed 7", "7"),
+        (r"$\boxed 12$", "12"),
+        ("\\boxed\n{7}", "7"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{1} \fbox{2}", "2"),
+        (r"\fbox{1} \boxed{2}", "2"),
+        (r"\boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        (r"\boxed{\{1\}}", r"\{1\}"),
+        (r"\boxed{\left\{1\right.}", r"\left\{1\right."),
+        (r"\boxed{a\\b}", r"a\\b"),
+        ("\\boxed{a\nb}", "a\nb"),
+        (r"\boxed{}", ""),
+        (r"\boxed{ }", ""),
+        (r"\boxed{1} \boxed{}", ""),
+        (r"\boxed{1} \boxed{2", "1"),
+        (r"{\boxed{1}", "1"),
+        (r"}}\boxed{1}", "1"),
+        (r"\boxed{\boxed{1}}", "1"),
+        (r"\boxed{\boxed{1}, 2", "1"),
+        (r"\boxed{\text{\fbox{3}}}", "3"),
+        (r"\boxed{\frac{1}{2}, {", None),
+        (r"\boxed{1\}", None),
+        ("", None),
+        ("7", None),
+        (r"\boxed", None),
+        ("boxed{7}", None),
+        (r"\\boxed{7}", None),
+        (r"\boxedtext{7}", None),
+        (r"\boxed}7{", None),
+        (r"\boxed $7$", None),
+        (rf"\boxed{{{'7' * MAX_ANSWER}}}", "7" * MAX_ANSWER),
+        (rf"\boxed{{{'7' * (MAX_ANSWER + 1)}}}", None),
+        (rf"\boxed{{1}} \boxed{{{'7' * (MAX_ANSWER + 1)}}}", None),
+    ],
+)
 def test_the_last_balanced_box(text, answer):
     assert last_boxed(text) == answer
     assert last_boxed("so " + text) == answer
@@ -55,7 +80,7 @@ def last_boxed_slowly(text):
     """From the last box to the first, the first whose braces close."""
     for start in reversed(range(len(text))):
         if text[start:].startswith("\\boxed{") and text[:start][-1:] != "\\":
-            depth, inside = 1, text[start + 7:]
+            depth, inside = 1, text[start + 7 :]
             for i, character in enumerate(inside):
                 depth += (character == "{") - (character == "}")
                 if not depth:
@@ -72,46 +97,115 @@ def test_boxes_at_random_against_a_slow_search():
     assert min(found[True], found[False]) > 500
 
 
-@pytest.mark.parametrize("text", [
-    r"\boxed{1}" * 50_000, r"\boxed{" * 50_000 + "}" * 50_000, r"\boxed{" * 200_000,
-    "{" * 10**6, "}" * 10**6, "{}" * 500_000, "\\" * 10**6, "\\boxed" + " " * 10**6,
-    "\\boxed " * 10**5, r"\boxed{" + "1" * 10**6 + "}", r"\boxed " + "1" * 10**6, "\x00" * 10**6,
-], ids=lambda text: repr(text[:12]))
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{1}" * 50_000,
+        r"\boxed{" * 50_000 + "}" * 50_000,
+        r"\boxed{" * 200_000,
+        "{" * 10**6,
+        "}" * 10**6,
+        "{}" * 500_000,
+        "\\" * 10**6,
+        "\\boxed" + " " * 10**6,
+        "\\boxed " * 10**5,
+        r"\boxed{" + "1" * 10**6 + "}",
+        r"\boxed " + "1" * 10**6,
+        "\x00" * 10**6,
+    ],
+    ids=lambda text: repr(text[:12]),
+)
 def test_the_time_to_find_a_box_grows_with_the_text(text):
     started = time.process_time()
     last_boxed(text)
     assert time.process_time() - started < 60  # with its square it would be hours
 
 
-@pytest.mark.parametrize(("gold", "answer"), [
-    ("4", "3=4"), ("4", "x=4"), ("0", "x+y=0"), ("4", r"x\leq4"), ("4", "x<4"), ("4", r"x\ne 3"),
-    ("4", r"\approx 4"), ("[0,4]", r"x\in[0,4]"), ("10", r"10\%"), ("10", "10%"),
-    ("10", r"10\text{ percent}"), ("40_9", "40"), ("40_9", "40_8"), ("40_{9}", "40_{8}"),
-    ("40", "40_9"), ("2A_{16}", "2A"), ("2A_{16}", "2A_{8}"), (r"40_{\text{9}}", "40"),
-    (r"\frac{1}{3}", "0.333333"), (r"\frac13", "0.3333333333333333"), ("0.33", "1/3"),
-    ("12", "1"), ("-1", "1"), ("1234", "1,235"), ("0", "-1"), ("2", ""),
-])
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("4", "3=4"),
+        ("4", "x=4"),
+        ("0", "x+y=0"),
+        ("4", r"x\leq4"),
+        ("4", "x<4"),
+        ("4", r"x\ne 3"),
+        ("4", r"\approx 4"),
+        ("[0,4]", r"x\in[0,4]"),
+        ("10", r"10\%"),
+        ("10", "10%"),
+        ("10", r"10\text{ percent}"),
+        ("40_9", "40"),
+        ("40_9", "40_8"),
+        ("40_{9}", "40_{8}"),
+        ("40", "40_9"),
+        ("2A_{16}", "2A"),
+        ("2A_{16}", "2A_{8}"),
+        (r"40_{\text{9}}", "40"),
+        (r"\frac{1}{3}", "0.333333"),
+        (r"\frac13", "0.3333333333333333"),
+        ("0.33", "1/3"),
+        ("12", "1"),
+        ("-1", "1"),
+        ("1234", "1,235"),
+        ("0", "-1"),
+        ("2", ""),
+    ],
+)
 def test_the_rules_refuse(gold, answer):
     assert decided(gold, answer) == "wrong"
     assert decided(answer, answer) == ("right" if answer else "wrong")
 
 
-@pytest.mark.parametrize(("gold", "answer"), [
-    ("4", " 4 "), ("4", "4.00"), ("4", "+4"), ("4", "8/2"), (r"\frac{1}{2}", "0.5"),
-    (r"-\frac{1}{2}", r"\dfrac{-1}{2}"), (r"\tfrac12", ".5"), ("10,000", "10000"),
-    (r"10,\!000", "10000"), ("10{,}000", "10,000"), ("1000000", "1,000,000.0"), ("0", "-0"),
-    ("x = 4", "x=4"), (r"10 \%", r"10\%"), ("(1, 2)", "(1,2)"), (r"\text{Ann}", r"\text{Ann}"),
-])
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        ("4", " 4 "),
+        ("4", "4.00"),
+        ("4", "+4"),
+        ("4", "8/2"),
+        (r"\frac{1}{2}", "0.5"),
+        (r"-\frac{1}{2}", r"\dfrac{-1}{2}"),
+        (r"\tfrac12", ".5"),
+        ("10,000", "10000"),
+        (r"10,\!000", "10000"),
+        ("10{,}000", "10,000"),
+        ("1000000", "1,000,000.0"),
+        ("0", "-0"),
+        ("x = 4", "x=4"),
+        (r"10 \%", r"10\%"),
+        ("(1, 2)", "(1,2)"),
+        (r"\text{Ann}", r"\text{Ann}"),
+    ],
+)
 def test_the_rules_accept(gold, answer):
     assert decided(gold, answer) == "right"
 
 
-@pytest.mark.parametrize(("gold", "answer"), [
-    (r"\sqrt{2}", "1.414214"), ("x+1", "1+x"), ("(1,2)", "[1,2]"), ("12", "1 2"), ("1,2", "2,1"),
-    ("x_1", "x_2"), (r"\infty", "1"), (r"\text{Ann}", "Ann"), ("x=4", "4"), ("x=4", "3=4"),
-    (r"10\%", "10"), ("3", r"\left(3\right)"), ("3", "1+2"), ("1", "1/0"), (r"\sin x", "1"),
-    ("1", "２"), ("10000", "1e4"), ("10", r"\$10"), (r"\int_0^1 x", "1"),
-])
+@pytest.mark.parametrize(
+    ("gold", "answer"),
+    [
+        (r"\sqrt{2}", "1.414214"),
+        ("x+1", "1+x"),
+        ("(1,2)", "[1,2]"),
+        ("12", "1 2"),
+        ("1,2", "2,1"),
+        ("x_1", "x_2"),
+        (r"\infty", "1"),
+        (r"\text{Ann}", "Ann"),
+        ("x=4", "4"),
+        ("x=4", "3=4"),
+        (r"10\%", "10"),
+        ("3", r"\left(3\right)"),
+        ("3", "1+2"),
+        ("1", "1/0"),
+        (r"\sin x", "1"),
+        ("1", "２"),
+        ("10000", "1e4"),
+        ("10", r"\$10"),
+        (r"\int_0^1 x", "1"),
+    ],
+)
 def test_the_rules_leave_the_rest_open(gold, answer):
     assert decided(gold, answer) is None
 
@@ -119,7 +213,7 @@ def test_the_rules_leave_the_rest_open(gold, answer):
 def test_plain_numbers_are_exact():
     rng = Random(0)
     for _ in range(2000):
-        a, b = rng.randint(-10**6, 10**6), rng.randint(1, 99)
+        a, b = rng.randint(-(10**6), 10**6), rng.randint(1, 99)
         assert plain_number(f"{a:,}/{b}") == plain_number(f"{a}/{b}")
         assert plain_number(rf"\frac{{{a}}}{{{b}}}") * b == a == plain_number(f"{a:,}.0")
         assert plain_number(f"{a}.{b:02d}") != a
@@ -138,8 +232,9 @@ def solved():
         gold = row["ground_truth"].rsplit("A: ", 1)[1]
         for model in models:
             text, mark, answer = row[model]["solution"].rpartition("A: ")
-            found.append((gold, rf"{text}\boxed{{{answer}}}" if mark else answer,
-                          row[model]["is_correct"]))
+            found.append(
+                (gold, rf"{text}\boxed{{{answer}}}" if mark else answer, row[model]["is_correct"])
+            )
     assert len(found) == 300 and 60 < sum(label for _, _, label in found) < 240
     return found
 
@@ -206,10 +301,12 @@ def gone(processes, within):
     """Whether the processes are no more, or only wait to be reaped by others."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        if all(not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-               for pid in processes):
+        if all(
+            not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            for pid in processes
+        ):
             return True
-        time.sleep(.05)
+        time.sleep(0.05)
     return False
 
 
@@ -230,27 +327,43 @@ def test_verdicts_come_in_order_and_are_counted(stand_in, workers):
         assert list(verifier.counts) == list(VERDICTS)
 
 
-@pytest.mark.parametrize(("fault", "verdict"), [
-    ("freeze", "timeout"), ("sleep9", "timeout"), ("eat", "error"), ("die", "error"),
-    ("crash", "error"), ("raise", "error"), ("deep", "error")])
+@pytest.mark.parametrize(
+    ("fault", "verdict"),
+    [
+        ("freeze", "timeout"),
+        ("sleep9", "timeout"),
+        ("eat", "error"),
+        ("die", "error"),
+        ("crash", "error"),
+        ("raise", "error"),
+        ("deep", "error"),
+    ],
+)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_fault_costs_its_own_pair_only(stand_in, workers, fault, verdict):
     with Verifier(workers, seconds=1) as verifier:
         verifier.check(["a"], boxed("b"))
-        assert verifier.check(["a"] * 5, boxed("sleep0", fault, "sleep0", fault, "sleep0")) == \
-            ["wrong", verdict, "wrong", verdict, "wrong"]
+        assert verifier.check(["a"] * 5, boxed("sleep0", fault, "sleep0", fault, "sleep0")) == [
+            "wrong",
+            verdict,
+            "wrong",
+            verdict,
+            "wrong",
+        ]
         assert verifier.check(["a"], boxed("sleep0")) == ["wrong"]  # and goes on
         assert verifier.counts[verdict] == 2
 
 
 def test_a_gold_answer_that_cannot_be_read_is_an_error(stand_in):
     with Verifier(1) as verifier:
-        assert verifier.check(["unreadable", "raise", "a" * (MAX_ANSWER + 1), "a"],
-                              boxed("b", "b", "b", "b")) == ["error"] * 3 + ["wrong"]
+        assert verifier.check(
+            ["unreadable", "raise", "a" * (MAX_ANSWER + 1), "a"], boxed("b", "b", "b", "b")
+        ) == ["error"] * 3 + ["wrong"]
 
 
-@pytest.mark.parametrize("answer", ["\x00", "\ud800", "é\u2028\n\r", '"', "\\", "٣" * 500,
-                                    "\U0001f600" * 1000])
+@pytest.mark.parametrize(
+    "answer", ["\x00", "\ud800", "é\u2028\n\r", '"', "\\", "٣" * 500, "\U0001f600" * 1000]
+)
 def test_any_text_reaches_a_worker_and_comes_back(stand_in, answer):
     with Verifier(1) as verifier:
         assert verifier.check([f"a{answer}"[:MAX_ANSWER]] * 2, boxed("b", "b")) == ["wrong"] * 2
@@ -289,11 +402,12 @@ if sys.argv[1] != "exit":
 
 @pytest.mark.parametrize("state", ["exit", "idle", "busy"])
 def test_workers_die_with_their_parent(stand_in, state):
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, state], stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT, state], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
     worker = int(parent.stdout.readline())
     if state == "busy":
-        time.sleep(.5)
+        time.sleep(0.5)
     if state != "exit":
         assert psutil.pid_exists(worker)
         parent.kill()
@@ -317,9 +431,14 @@ def test_no_signal_of_this_process_is_touched(stand_in):
 def test_threads_share_a_verifier(stand_in):
     given = {}
     with Verifier(2, seconds=2) as verifier:
-        threads = [threading.Thread(target=lambda i=i: given.update(
-            {i: verifier.check([f"a{i}"] * 6, boxed(*[f"a{i}", "b"] * 2, "die", f"a{i} "))}))
-            for i in range(4)]
+        threads = [
+            threading.Thread(
+                target=lambda i=i: given.update(
+                    {i: verifier.check([f"a{i}"] * 6, boxed(*[f"a{i}", "b"] * 2, "die", f"a{i} "))}
+                )
+            )
+            for i in range(4)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -332,11 +451,11 @@ def test_an_interrupt_leaves_no_worker_at_a_pair(stand_in):
         verifier.check(["a"] * 2, boxed("sleep.2", "b"))
         processes = pids(verifier)
         main, started = threading.main_thread().ident, time.monotonic()
-        threading.Timer(.5, signal.pthread_kill, [main, signal.SIGINT]).start()
+        threading.Timer(0.5, signal.pthread_kill, [main, signal.SIGINT]).start()
         with pytest.raises(KeyboardInterrupt):
             verifier.check(["a"], boxed("freeze"))
         assert time.monotonic() - started < 30  # seconds of the pair
-        assert gone(processes, .5) and verifier.workers == []
+        assert gone(processes, 0.5) and verifier.workers == []
         assert verifier.check(["a"], boxed("sleep0")) == ["wrong"]
 
 
@@ -344,17 +463,20 @@ def test_a_worker_killed_while_idle_costs_nothing(stand_in):
     with Verifier(1) as verifier:
         verifier.check(["a"], boxed("b"))
         os.kill(pids(verifier)[0], signal.SIGKILL)
-        time.sleep(.2)
+        time.sleep(0.2)
         assert verifier.check(["a"], boxed("sleep0")) == ["wrong"]
 
 
-@pytest.mark.parametrize(("source", "reason"), [
-    ("raise ImportError('torn apart')", "ImportError.*torn apart"),
-    ("import os; os._exit(3)", "exit code"),
-    (STAND_IN.replace("gold == answer", "True"), "does not tell x/2 from x/3"),
-    (STAND_IN.replace("gold == answer", "False"), "does not tell x/2 from x/3"),
-    (STAND_IN.replace("def verify", "def other"), "ImportError.*verify"),
-])
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("raise ImportError('torn apart')", "ImportError.*torn apart"),
+        ("import os; os._exit(3)", "exit code"),
+        (STAND_IN.replace("gold == answer", "True"), "does not tell x/2 from x/3"),
+        (STAND_IN.replace("gold == answer", "False"), "does not tell x/2 from x/3"),
+        (STAND_IN.replace("def verify", "def other"), "ImportError.*verify"),
+    ],
+)
 def test_a_broken_math_verify_is_an_error_and_not_a_reward_of_zero(stand_in, source, reason):
     stand_in.write_text(source)
     with Verifier(2) as verifier:
@@ -379,41 +501,69 @@ def test_gold_answers_and_completions_have_to_pair_up():
 
 # From here on the workers have math-verify itself.
 
+
 @pytest.fixture(scope="module")
 def verifier():
     with Verifier(1) as verifier:
         yield verifier
 
 
-@pytest.mark.parametrize(("gold", "answer", "verdict"), [
-    (r"3\sqrt{13}", r"\sqrt{117}", "right"), (r"3\sqrt{13}", "3", "wrong"),
-    (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", "right"), ("x^2+2x+1", "(x+1)^2", "right"),
-    ("2+\\pi", r"\pi+\sqrt{4}", "right"), ("2\\pi", "6.28", "wrong"), ("(1,2)", "(2,1)", "wrong"),
-    (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", "right"), ("[1,2]", "(1,2)", "wrong"),
-    (r"\{1,2\}", r"\{2,1\}", "right"), ("1,2", "2,1", "right"), ("1,2", "1", "wrong"),
-    ("x=4", "4", "right"), ("40_9", "40_{9}", "right"), (r"\text{Ann}", "Ann", "right"),
-    (r"\text{Ann}", r"\text{Bob}", "wrong"), ("x+1", "y+1", "wrong"), ("p-q", "q-p", "wrong"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", "\\begin{pmatrix} 1 \\\\\n 2 \\end{pmatrix}", "right"),
-    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}", "wrong"),
-])
+@pytest.mark.parametrize(
+    ("gold", "answer", "verdict"),
+    [
+        (r"3\sqrt{13}", r"\sqrt{117}", "right"),
+        (r"3\sqrt{13}", "3", "wrong"),
+        (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", "right"),
+        ("x^2+2x+1", "(x+1)^2", "right"),
+        ("2+\\pi", r"\pi+\sqrt{4}", "right"),
+        ("2\\pi", "6.28", "wrong"),
+        ("(1,2)", "(2,1)", "wrong"),
+        (r"\left(3, \frac{\pi}{2}\right)", r"(3,\pi/2)", "right"),
+        ("[1,2]", "(1,2)", "wrong"),
+        (r"\{1,2\}", r"\{2,1\}", "right"),
+        ("1,2", "2,1", "right"),
+        ("1,2", "1", "wrong"),
+        ("x=4", "4", "right"),
+        ("40_9", "40_{9}", "right"),
+        (r"\text{Ann}", "Ann", "right"),
+        (r"\text{Ann}", r"\text{Bob}", "wrong"),
+        ("x+1", "y+1", "wrong"),
+        ("p-q", "q-p", "wrong"),
+        (
+            r"\begin{pmatrix}1\\2\end{pmatrix}",
+            "\\begin{pmatrix} 1 \\\\\n 2 \\end{pmatrix}",
+            "right",
+        ),
+        (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}", "wrong"),
+    ],
+)
 def test_answers_that_math_verify_decides(verifier, gold, answer, verdict):
     assert verifier.check([gold], [rf"So it is $\boxed{{{answer}}}$."]) == [verdict]
 
 
 def test_math_verify_agrees_with_the_labels_of_real_completions(verifier, solved):
     """Without the rules, which decide nearly all of these."""
-    pairs = [(i, gold, last_boxed(text)) for i, (gold, text, _) in enumerate(solved)
-             if last_boxed(text)]
-    found = verdicts(pairs, verifier.workers, 1, 5., MEMORY)
+    pairs = [
+        (i, gold, last_boxed(text)) for i, (gold, text, _) in enumerate(solved) if last_boxed(text)
+    ]
+    found = verdicts(pairs, verifier.workers, 1, 5.0, MEMORY)
     assert len(found) > 280
     assert [i for i, verdict in found.items() if (verdict == "right") != solved[i][2]] == []
 
 
-HOSTILE = [r"10^{10^{10}}\pi", "9^{9^{9^{9}}}", "((((10!)!)!)!)!", "100000!!+\\pi",
-           "(" * 300 + "x" + ")" * 300, "{" * 400 + "x" + "}" * 400,
-           "+".join(rf"\frac{{1}}{{{i}x}}" for i in range(1, 60)),
-           r"\sqrt{" * 100 + "x" + "}" * 100,
-           r"\int_0^1 x^{x^{x^x}} dx", "(x+y+z)^{99999}", r"\sum_{i=1}^{10^{9}} \frac{1}{i^i}"]
+HOSTILE = [
+    r"10^{10^{10}}\pi",
+    "9^{9^{9^{9}}}",
+    "((((10!)!)!)!)!",
+    "100000!!+\\pi",
+    "(" * 300 + "x" + ")" * 300,
+    "{" * 400 + "x" + "}" * 400,
+    "+".join(rf"\frac{{1}}{{{i}x}}" for i in range(1, 60)),
+    r"\sqrt{" * 100 + "x" + "}" * 100,
+    r"\int_0^1 x^{x^{x^x}} dx",
+    "(x+y+z)^{99999}",
+    r"\sum_{i=1}^{10^{9}} \frac{1}{i^i}",
+]
 
 
 def test_hostile_answers_end_in_time_and_others_are_answered(verifier):
@@ -423,8 +573,13 @@ def test_hostile_answers_end_in_time_and_others_are_answered(verifier):
     assert "right" not in given[::2] and given[1::2] == ["right"] * len(HOSTILE)
 
 
-@pytest.mark.parametrize("text", [
-    r"\boxed{" + "(" * 2000 + "x" + ")" * 2000 + "}", r"\boxed{x}" * 50_000 + r"\boxed{1}",
-    r"\boxed{1} and \boxed{2+\pi}" + r" \boxed{3}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"\boxed{" + "(" * 2000 + "x" + ")" * 2000 + "}",
+        r"\boxed{x}" * 50_000 + r"\boxed{1}",
+        r"\boxed{1} and \boxed{2+\pi}" + r" \boxed{3}",
+    ],
+)
 def test_a_completion_full_of_boxes_or_parentheses_is_not_right(verifier, text):
     assert verifier.check([r"2+\pi"], [text])[0] in ("no box", "wrong")

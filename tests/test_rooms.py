@@ -24,8 +24,15 @@ MAY_IMPORT = {
     "cli": {"auditing", "study", "report"},
 }
 # The audit's core is imported beside other libraries, where nothing but torch and numpy is.
-CORE = ["theory", "lab", "auditing.toy", "auditing.expectation", "auditing.probes",
-        "auditing.naming", "auditing.audit"]
+CORE = [
+    "theory",
+    "lab",
+    "auditing.toy",
+    "auditing.expectation",
+    "auditing.probes",
+    "auditing.naming",
+    "auditing.audit",
+]
 
 
 def room_of(name):
@@ -75,7 +82,7 @@ def test_notebooks_lie_in_the_rooms_that_they_export_to():
     books = {"theory": "derivations", "lab": "derivations"}
     for module in MODULES:
         notebook = Path(module.read_text().split("File to edit: ", 1)[1].split("\n", 1)[0][:-1])
-        folder = list(notebook.parts[notebook.parts.index("nbs") + 1:-1])
+        folder = list(notebook.parts[notebook.parts.index("nbs") + 1 : -1])
         room = list(dotted(module).split(".")[1:-1])
         assert folder == [books.get(name, name) for name in room], module
 
@@ -91,9 +98,14 @@ def test_a_public_name_means_one_thing():
 
 
 def test_the_core_of_the_audit_needs_torch_and_numpy_alone():
-    modules = [dotted(m) for m in MODULES
-               if any(dotted(m).removeprefix("kl_comedy.").startswith(c) for c in CORE)]
-    code = ("import sys\nfor name in ('transformers', 'trl', 'datasets', 'pandas', 'scipy', "
-            "'matplotlib', 'yaml', 'papermill'):\n    sys.modules[name] = None\n"
-            + "\n".join(f"import {name}" for name in modules))
+    modules = [
+        dotted(m)
+        for m in MODULES
+        if any(dotted(m).removeprefix("kl_comedy.").startswith(c) for c in CORE)
+    ]
+    code = (
+        "import sys\nfor name in ('transformers', 'trl', 'datasets', 'pandas', 'scipy', "
+        "'matplotlib', 'yaml', 'papermill'):\n    sys.modules[name] = None\n"
+        + "\n".join(f"import {name}" for name in modules)
+    )
     subprocess.run([sys.executable, "-c", code], check=True)

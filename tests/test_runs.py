@@ -61,8 +61,9 @@ def test_nan_is_kept_and_missing_is_nan(tmp_path):
     assert run.metrics()["x"].isna().tolist() == [True, True]
 
 
-@pytest.mark.parametrize("step, metrics", [(2, {"x": 1}), (3, {"x": 1}), (3, {"y": 1, "x": 1}),
-                                           (-1, {})])
+@pytest.mark.parametrize(
+    "step, metrics", [(2, {"x": 1}), (3, {"x": 1}), (3, {"y": 1, "x": 1}), (-1, {})]
+)
 def test_a_forgotten_rewind_is_refused(tmp_path, step, metrics):
     run = Run(tmp_path)
     run.log(3, x=1)
@@ -186,7 +187,8 @@ def test_a_smaller_scale_finds_its_runs_done_and_draws_its_own_figure(clone, unk
     assert reproduce(clone, "smoke", workers=1)
     assert "1 done already, 0 to do" in capsys.readouterr().out
     assert float((clone / "runs/figures/smoke/toy/mean.csv").read_text()) == pytest.approx(
-        pd.read_csv(clone / "runs/toy/smoke/runs.csv")["x"][0])
+        pd.read_csv(clone / "runs/toy/smoke/runs.csv")["x"][0]
+    )
 
 
 def test_record_publishes_the_tables(clone, unkilled):
@@ -240,9 +242,17 @@ def test_runs_fail_alone_and_say_why(clone, capsys):
 
 
 def test_a_killed_worker_ends_its_own_run_only(clone, tmp_path):
-    jobs = [Job("toy", name, clone / "nbs/train.ipynb", tmp_path / name,
-                {"sleep": 0.2, "steps": 8, "run_dir": str(tmp_path / name)}, 1)
-            for name in ("killed", "free")]
+    jobs = [
+        Job(
+            "toy",
+            name,
+            clone / "nbs/train.ipynb",
+            tmp_path / name,
+            {"sleep": 0.2, "steps": 8, "run_dir": str(tmp_path / name)},
+            1,
+        )
+        for name in ("killed", "free")
+    ]
     ended = []
     code = f"""
 import os, signal, time
@@ -317,6 +327,10 @@ def test_two_batches_in_one_folder_share_the_work(clone, unkilled, tmp_path):
 
 
 def test_papermill_alone_makes_a_run(clone, tmp_path):
-    papermill.execute_notebook(clone / "nbs/train.ipynb", tmp_path / "out.ipynb",
-                               {"run_dir": str(tmp_path / "r"), "seed": 7}, progress_bar=False)
+    papermill.execute_notebook(
+        clone / "nbs/train.ipynb",
+        tmp_path / "out.ipynb",
+        {"run_dir": str(tmp_path / "r"), "seed": 7},
+        progress_bar=False,
+    )
     assert read_status(tmp_path / "r")["state"] == "done"

@@ -84,8 +84,11 @@ def test_a_step_that_is_not_finite_is_refused_and_updates_nothing():
 
 
 def test_batches_hold_whole_demonstrations_of_training_problems_in_the_stated_mixture():
-    test = {p.prompt for name in ("sum", "backward", "wrap", "add", "subtract", "countdown")
-            for p in problems(name, "test", split_size(TASKS[name], SPLITS[1]))}
+    test = {
+        p.prompt
+        for name in ("sum", "backward", "wrap", "add", "subtract", "countdown")
+        for p in problems(name, "test", split_size(TASKS[name], SPLITS[1]))
+    }
     letters = Counter()
     for step in range(12):
         ids, attention, completion = sft.sft_batch(TOK, 1, step, 96)
@@ -97,7 +100,7 @@ def test_batches_hold_whole_demonstrations_of_training_problems_in_the_stated_mi
             letters[prompt[0]] += 1
     for name, share in sft.MIXTURE.items():
         n = 12 * 96
-        assert abs(letters[TASKS[name].letter] - n * share) < 4 * (n * share * (1 - share))**.5
+        assert abs(letters[TASKS[name].letter] - n * share) < 4 * (n * share * (1 - share)) ** 0.5
 
 
 def test_the_loss_is_that_of_transformers():
@@ -123,8 +126,13 @@ def script(folder, **parameters):
     path = folder / "notebook.py"
     path.write_text("\n".join(parts))
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"}
-    return subprocess.Popen([sys.executable, path], env=environment, start_new_session=True,
-                            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return subprocess.Popen(
+        [sys.executable, path],
+        env=environment,
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
 
 
 def lines(run_dir):
@@ -140,7 +148,7 @@ def test_a_killed_run_ends_like_one_that_was_not(tmp_path):
     victim = script(tmp_path, run_dir=str(killed), **tiny)
     deadline = time.monotonic() + 300
     while lines(killed) < 5 and victim.poll() is None and time.monotonic() < deadline:
-        time.sleep(.005)
+        time.sleep(0.005)
     os.killpg(victim.pid, signal.SIGKILL)
     assert victim.wait() == -signal.SIGKILL and 5 <= lines(killed) < 30
     assert not (killed / "status.json").exists() and not (killed / "policy").exists()

@@ -34,12 +34,23 @@ COUNTDOWN = Problem("countdown", "C3,5,7=22:", "22")
 
 def test_the_eight_tasks():
     assert [(task.name, task.letter) for task in TASKS.values()] == [
-        ("sum", "M"), ("backward", "X"), ("wrap", "Y"), ("sort", "S"), ("reverse", "R"),
-        ("add", "A"), ("subtract", "D"), ("countdown", "C")]
+        ("sum", "M"),
+        ("backward", "X"),
+        ("wrap", "Y"),
+        ("sort", "S"),
+        ("reverse", "R"),
+        ("add", "A"),
+        ("subtract", "D"),
+        ("countdown", "C"),
+    ]
     assert [name for name in NAMES if TASKS[name].in_domain] == ["sum"]
     assert [name for name in NAMES if TASKS[name].at_risk] == ["backward", "wrap"]
-    assert all(TASKS[name].verify.__doc__ and TASKS[name].demonstrate.__doc__
-               and TASKS[name].problem.__doc__ for name in NAMES)
+    assert all(
+        TASKS[name].verify.__doc__
+        and TASKS[name].demonstrate.__doc__
+        and TASKS[name].problem.__doc__
+        for name in NAMES
+    )
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -50,10 +61,20 @@ def test_right_answers_pass_and_their_corruptions_do_not(name, split):
         answer = demonstration(problem, rng, noise=0)
         assert is_correct(problem, answer)
         digit = answer[-2]
-        corruptions = [answer[:-1], answer + ".", answer + "\n", answer + "<eos>", answer + "0",
-                       answer[:-2] + str((int(digit) + rng.randint(1, 9)) % 10) + ".",
-                       answer[:-2] + ".", answer[:-1] + "0.", answer.replace(digit, "x"), "", ".",
-                       answer[:-2] + chr(ord("０") + int(digit)) + "."]  # full-width digit
+        corruptions = [
+            answer[:-1],
+            answer + ".",
+            answer + "\n",
+            answer + "<eos>",
+            answer + "0",
+            answer[:-2] + str((int(digit) + rng.randint(1, 9)) % 10) + ".",
+            answer[:-2] + ".",
+            answer[:-1] + "0.",
+            answer.replace(digit, "x"),
+            "",
+            ".",
+            answer[:-2] + chr(ord("０") + int(digit)) + ".",
+        ]  # full-width digit
         if name != "countdown":  # where only the last attempt counts
             corruptions += [" " + answer, problem.prompt + answer, "x" + answer]
         for wrong in corruptions:
@@ -82,13 +103,13 @@ def test_a_step_of_a_chain_is_wrong_a_quarter_of_the_time_and_the_error_stays(na
     for problem in problems(name, "train", 1000):
         answer = demonstration(problem, rng)
         parts = [numbers_in(part) for part in answer.split(",")]
-        numbers = numbers_in(problem.prompt)[::-1 if name == "backward" else 1]
+        numbers = numbers_in(problem.prompt)[:: -1 if name == "backward" else 1]
         assert all(parts[i][2] == parts[i + 1][0] for i in range(3))
         assert [parts[0][0], *(part[1] for part in parts)] == numbers
         true = [(a + b) % 10 == c if name == "wrap" else a + b == c for a, b, c in parts]
         assert is_correct(problem, answer) == all(true)  # errors never cancel
         steps += true
-    assert len(steps) == 4000 and abs(sum(steps) / 4000 - .75) < 4 * math.sqrt(.75 * .25 / 4000)
+    assert len(steps) == 4000 and abs(sum(steps) / 4000 - 0.75) < 4 * math.sqrt(0.75 * 0.25 / 4000)
 
 
 @pytest.mark.parametrize("name", CHAINS)
@@ -115,8 +136,7 @@ def test_the_habit_of_sum_is_wrong_in_the_tasks_at_risk():
             for habit in set(CHAINS) - {asked}:
                 answer = demonstration(as_task(habit, problem), rng, noise=0)
                 right = is_correct(as_task(asked, problem), answer)
-                agrees = (small or "wrap" not in (asked, habit)) and \
-                    (same or asked != "backward")
+                agrees = (small or "wrap" not in (asked, habit)) and (same or asked != "backward")
                 assert right == agrees, (asked, answer)
                 counts[asked] += right
     assert counts["backward"] < 60 and counts["wrap"] < 30  # of 6000
@@ -126,35 +146,38 @@ BACKWARD = Problem("backward", "X4,7,9,3,5:", "28")
 WRAP = Problem("wrap", "Y4,7,9,3,5:", "8")
 
 
-@pytest.mark.parametrize(("problem", "answer", "right"), [
-    (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=28.", True),
-    (BACKWARD, "5+3=9,9+9=17,17+7=24,24+4=28.", True),     # only the last total counts
-    (BACKWARD, "4+7=11,11+9=20,20+3=23,23+5=28.", False),  # the habit of sum
-    (BACKWARD, "3+5=8,8+9=17,17+7=24,24+4=28.", False),
-    (BACKWARD, "5+9=14,14+3=17,17+7=24,24+4=28.", False),
-    (BACKWARD, "5+3=8,8+9=17,17+4=21,21+7=28.", False),
-    (BACKWARD, "5+3=8,8+9=17,17+11=28.", False),
-    (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=28,28+0=28.", False),
-    (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=29.", False),
-    (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=028.", False),
-    (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=28", False),
-    (BACKWARD, "5+3=8,9=17,17+7=24,24+4=28.", False),
-    (BACKWARD, "5+3=,8+9=17,17+7=24,24+4=28.", False),
-    (BACKWARD, "5+3=8,8+9=17,+7=24,24+4=28.", False),
-    (BACKWARD, "15+3=8,8+9=17,17+7=24,24+4=28.", False),
-    (BACKWARD, "5+3=8,8+9=17,17+17=24,24+4=28.", False),
-    (BACKWARD, "28.", False),
-    (BACKWARD, "5+3=\u0668,8+9=17,17+7=24,24+4=28.", False),
-    (WRAP, "4+7=1,1+9=0,0+3=3,3+5=8.", True),
-    (WRAP, "4+7=2,2+9=0,0+3=3,3+5=8.", True),              # as in sum
-    (WRAP, "4+7=11,11+9=20,20+3=23,23+5=28.", False),      # the habit of sum
-    (WRAP, "4+7=1,1+9=0,0+3=3,3+5=28.", False),
-    (WRAP, "4+7=1,1+9=0,0+3=3,3+5=9.", False),
-    (WRAP, "4+7=1,1+9=0,0+3=3,3+5=08.", False),
-    (WRAP, "4+7=1,1+9=0,0+3=3,3+5=8", False),
-    (WRAP, "8.", False),
-    (WRAP, "", False),
-])
+@pytest.mark.parametrize(
+    ("problem", "answer", "right"),
+    [
+        (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=28.", True),
+        (BACKWARD, "5+3=9,9+9=17,17+7=24,24+4=28.", True),  # only the last total counts
+        (BACKWARD, "4+7=11,11+9=20,20+3=23,23+5=28.", False),  # the habit of sum
+        (BACKWARD, "3+5=8,8+9=17,17+7=24,24+4=28.", False),
+        (BACKWARD, "5+9=14,14+3=17,17+7=24,24+4=28.", False),
+        (BACKWARD, "5+3=8,8+9=17,17+4=21,21+7=28.", False),
+        (BACKWARD, "5+3=8,8+9=17,17+11=28.", False),
+        (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=28,28+0=28.", False),
+        (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=29.", False),
+        (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=028.", False),
+        (BACKWARD, "5+3=8,8+9=17,17+7=24,24+4=28", False),
+        (BACKWARD, "5+3=8,9=17,17+7=24,24+4=28.", False),
+        (BACKWARD, "5+3=,8+9=17,17+7=24,24+4=28.", False),
+        (BACKWARD, "5+3=8,8+9=17,+7=24,24+4=28.", False),
+        (BACKWARD, "15+3=8,8+9=17,17+7=24,24+4=28.", False),
+        (BACKWARD, "5+3=8,8+9=17,17+17=24,24+4=28.", False),
+        (BACKWARD, "28.", False),
+        (BACKWARD, "5+3=\u0668,8+9=17,17+7=24,24+4=28.", False),
+        (WRAP, "4+7=1,1+9=0,0+3=3,3+5=8.", True),
+        (WRAP, "4+7=2,2+9=0,0+3=3,3+5=8.", True),  # as in sum
+        (WRAP, "4+7=11,11+9=20,20+3=23,23+5=28.", False),  # the habit of sum
+        (WRAP, "4+7=1,1+9=0,0+3=3,3+5=28.", False),
+        (WRAP, "4+7=1,1+9=0,0+3=3,3+5=9.", False),
+        (WRAP, "4+7=1,1+9=0,0+3=3,3+5=08.", False),
+        (WRAP, "4+7=1,1+9=0,0+3=3,3+5=8", False),
+        (WRAP, "8.", False),
+        (WRAP, "", False),
+    ],
+)
 def test_answers_to_the_tasks_at_risk(problem, answer, right):
     assert is_correct(problem, answer) == right
 
@@ -190,8 +213,7 @@ def test_everything_three_numbers_make_has_the_value_it_is_listed_with():
             assert evaluate_expression(text) == (value, list(numbers))
 
 
-@pytest.mark.parametrize("text", [
-    "3*5+7", "(3*5)+7", "((3*5)+7)", "7+5*3", "7+(3*5)", "5*3+7"])
+@pytest.mark.parametrize("text", ["3*5+7", "(3*5)+7", "((3*5)+7)", "7+5*3", "7+(3*5)", "5*3+7"])
 def test_countdown_accepts(text):
     assert is_correct(COUNTDOWN, text + "=22.")
     assert is_correct(COUNTDOWN, "rubbish;1/0=3;" + text + "=22.")
@@ -205,15 +227,76 @@ def test_countdown_is_exact_where_floats_are_not():
 
 
 HOSTILE = [
-    "__import__('os').system('touch hacked')", "exit()", "().__class__", "(lambda:22)()",
-    "[22][0]", "{22}", "22", "+22", "-3*5+37", "--3*5+7", "+3*5+7", "3*+5+7", "3*5+7*1",
-    "3*5+7+0", "3*5+7-0", "3*5", "3*5+7+7-7", "35-7-6", "3*57", "3(5)+7", "(3)(5)+7", "3*5+7()",
-    "3**5+7", "9**9**9", "3//5+7", "3%5+7", "3<<5", "3|5", "~3", "3*5+7 ", " 3*5+7", "3*5\n+7",
-    "3*5+7\n", "3*5+7\x00", "3*5+7#", "3*5+7\\", "3.0*5+7", "3e0*5+7", "0x3*5+7", "3_0", "3j",
-    "03*5+7", "3*5+07", "３*5+7", "3×5+7", "3*5+7if 1else 0", "3,5,7", "(3*5+7", "3*5+7)", ")(",
-    "3*5+7==22", "22=3*5+7", "1/0", "3/(5-5)", "7/(3*5-15)", "", "()", "*", "3*",
-    "9" * 39, "9" * 10**6, "(" * 10**6, "(" * 39, "3*5+7" + "+0" * 10**5, "3*5+7" + ")" * 200,
-    "-" * 39 + "3", "((((((((((((((((((((3*5+7", "=" * 10**5, "3*5+7;" * 10**4]
+    "__import__('os').system('touch hacked')",
+    "exit()",
+    "().__class__",
+    "(lambda:22)()",
+    "[22][0]",
+    "{22}",
+    "22",
+    "+22",
+    "-3*5+37",
+    "--3*5+7",
+    "+3*5+7",
+    "3*+5+7",
+    "3*5+7*1",
+    "3*5+7+0",
+    "3*5+7-0",
+    "3*5",
+    "3*5+7+7-7",
+    "35-7-6",
+    "3*57",
+    "3(5)+7",
+    "(3)(5)+7",
+    "3*5+7()",
+    "3**5+7",
+    "9**9**9",
+    "3//5+7",
+    "3%5+7",
+    "3<<5",
+    "3|5",
+    "~3",
+    "3*5+7 ",
+    " 3*5+7",
+    "3*5\n+7",
+    "3*5+7\n",
+    "3*5+7\x00",
+    "3*5+7#",
+    "3*5+7\\",
+    "3.0*5+7",
+    "3e0*5+7",
+    "0x3*5+7",
+    "3_0",
+    "3j",
+    "03*5+7",
+    "3*5+07",
+    "３*5+7",
+    "3×5+7",
+    "3*5+7if 1else 0",
+    "3,5,7",
+    "(3*5+7",
+    "3*5+7)",
+    ")(",
+    "3*5+7==22",
+    "22=3*5+7",
+    "1/0",
+    "3/(5-5)",
+    "7/(3*5-15)",
+    "",
+    "()",
+    "*",
+    "3*",
+    "9" * 39,
+    "9" * 10**6,
+    "(" * 10**6,
+    "(" * 39,
+    "3*5+7" + "+0" * 10**5,
+    "3*5+7" + ")" * 200,
+    "-" * 39 + "3",
+    "((((((((((((((((((((3*5+7",
+    "=" * 10**5,
+    "3*5+7;" * 10**4,
+]
 
 
 @pytest.mark.parametrize("text", HOSTILE, ids=lambda text: repr(text[:20]))
@@ -229,8 +312,22 @@ def test_countdown_refuses_and_runs_nothing(text, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("text", ["9" * 10**6, "=" * 10**6, "1=" * 10**5, "1+1=2," * 10**5 + ".",
-                                  "\ud800", "\x00", "٢٨", "=٢٨.", "=28.\u200b", "nan", "None"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "9" * 10**6,
+        "=" * 10**6,
+        "1=" * 10**5,
+        "1+1=2," * 10**5 + ".",
+        "\ud800",
+        "\x00",
+        "٢٨",
+        "=٢٨.",
+        "=28.\u200b",
+        "nan",
+        "None",
+    ],
+)
 def test_no_verifier_is_slow_or_raises_on_odd_text(name, text):
     problem = problems(name, "test", 1)[0]
     started = time.process_time()
@@ -241,16 +338,19 @@ def test_no_verifier_is_slow_or_raises_on_odd_text(name, text):
 @pytest.mark.parametrize("name", [*CHAINS, "add", "subtract", "countdown"])
 def test_splits_that_can_be_listed_do_not_meet_and_leave_nothing_out(name):
     task = TASKS[name]
-    train, test = ({problem.prompt for problem in problems(name, split, split_size(task, split))}
-                   for split in SPLITS)
+    train, test = (
+        {problem.prompt for problem in problems(name, split, split_size(task, split))}
+        for split in SPLITS
+    )
     assert not train & test
     assert len(train) == split_size(task, "train") and len(test) == split_size(task, "test")
     assert task.size - len(train | test) < 5
 
 
 def test_numbers_that_are_held_out_in_sum_are_held_out_in_the_tasks_at_risk():
-    held_out = [{tuple(numbers_in(p.prompt)) for p in problems(name, "test", 11_809)}
-                for name in CHAINS]
+    held_out = [
+        {tuple(numbers_in(p.prompt)) for p in problems(name, "test", 11_809)} for name in CHAINS
+    ]
     assert held_out[0] == held_out[1] == held_out[2]
 
 
@@ -264,7 +364,7 @@ def test_splits_of_the_large_tasks_do_not_meet(start):
 def test_the_held_out_place_is_as_good_as_random():
     places = [split_index("test", block) % 5 for block in range(10_000)]
     for place in range(5):
-        assert abs(places.count(place) - 2000) < 4 * math.sqrt(10_000 * .2 * .8) + 80  # 256 % 5
+        assert abs(places.count(place) - 2000) < 4 * math.sqrt(10_000 * 0.2 * 0.8) + 80  # 256 % 5
 
 
 def test_problems_are_the_same_on_every_machine():
@@ -288,21 +388,26 @@ def test_problems_are_different_and_follow_the_seed(name):
     assert all(problem.prompt[0] == TASKS[name].letter for problem in drawn)
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (("chess", "train", 1),
-     "task must be one of sum, backward, wrap, sort, reverse, add, subtract, countdown"),
-    (("", "train", 1), "task must be"),
-    (("sum", "validation", 1), "split must be one of train, test, got 'validation'"),
-    (("sum", "", 1), "split must be"),
-    (("sum", "train", 0), "n must be from 1 to 47,236 (sum, train), got 0"),
-    (("sum", "train", -3), "got -3"),
-    (("sum", "train", 2.0), "got 2.0"),
-    (("sum", "train", "2"), "got '2'"),
-    (("backward", "train", 47_237), "n must be from 1 to 47,236 (backward, train)"),
-    (("wrap", "test", 11_810), "n must be from 1 to 11,809 (wrap, test), got 11810"),
-    (("countdown", "test", 429), "n must be from 1 to 428 (countdown, test), got 429"),
-    (("sort", "test", 10**9), "n must be from 1 to 20,000,000"),
-])
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("chess", "train", 1),
+            "task must be one of sum, backward, wrap, sort, reverse, add, subtract, countdown",
+        ),
+        (("", "train", 1), "task must be"),
+        (("sum", "validation", 1), "split must be one of train, test, got 'validation'"),
+        (("sum", "", 1), "split must be"),
+        (("sum", "train", 0), "n must be from 1 to 47,236 (sum, train), got 0"),
+        (("sum", "train", -3), "got -3"),
+        (("sum", "train", 2.0), "got 2.0"),
+        (("sum", "train", "2"), "got '2'"),
+        (("backward", "train", 47_237), "n must be from 1 to 47,236 (backward, train)"),
+        (("wrap", "test", 11_810), "n must be from 1 to 11,809 (wrap, test), got 11810"),
+        (("countdown", "test", 429), "n must be from 1 to 428 (countdown, test), got 429"),
+        (("sort", "test", 10**9), "n must be from 1 to 20,000,000"),
+    ],
+)
 def test_bad_requests_are_refused(arguments, message):
     with pytest.raises(ValueError) as refusal:
         problems(*arguments)
@@ -325,8 +430,14 @@ def test_reward_takes_what_trl_passes():
     assert data.column_names == ["prompt", "gold", "task"] and len(data) == 24
     rng = Random(0)
     answers = [demonstration(problem, rng, noise=i % 2) for i, problem in enumerate(asked)]
-    given = reward(prompts=data["prompt"], completions=answers, completion_ids=[[1]] * 24,
-                   gold=data["gold"], task=data["task"], trainer_state=object())
+    given = reward(
+        prompts=data["prompt"],
+        completions=answers,
+        completion_ids=[[1]] * 24,
+        gold=data["gold"],
+        task=data["task"],
+        trainer_state=object(),
+    )
     assert given == [float(is_correct(p, a)) for p, a in zip(asked, answers, strict=True)]
     assert given[::2] == [1.0] * 12 and sum(given) < 24
     with pytest.raises(ValueError, match="zip"):

@@ -89,6 +89,7 @@ def test_off_policy_the_weights_are_those_of_the_lab(kl, tmp_path):
 
 # With TRL's settings: TRL's gradient
 
+
 def both(name, folder, kind=None, dtype=torch.float64, **settings):
     """Gradients of the stock trainer and of ours on one batch of three padded groups."""
     kl, found = STOCK[name], []

@@ -52,6 +52,11 @@ def test_the_loss_type_of_grpo_decides_what_divides(loss_type, ending, aggregati
 def test_what_is_divided_by_its_own_deviation_is_no_divergence():
     report = audit_trainer(RLOOTrainer, RLOOConfig, normalize_advantages=True)
     assert report.on_policy.unit == "batch"
-    scaled = audit_trainer(KLGRPOTrainer, GRPOConfig, kl=KLConfig("k1", "reward", 0.5),
-                           loss_type="luspo", scale_rewards="group").on_policy
+    scaled = audit_trainer(
+        KLGRPOTrainer,
+        GRPOConfig,
+        kl=KLConfig("k1", "reward", 0.5),
+        loss_type="luspo",
+        scale_rewards="group",
+    ).on_policy
     assert (scaled.objective, scaled.unit) == ("none of these", "group")

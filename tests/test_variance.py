@@ -1,4 +1,5 @@
 """The exact variance with a baseline against enumeration of groups, and what is refused."""
+
 import itertools
 from pathlib import Path
 
@@ -27,9 +28,11 @@ def policies(kind):
     def random(*shape):
         return torch.randn(*shape, generator=draw, dtype=torch.float64)
 
-    build = {"tree": lambda: PrefixTreePolicy(random(3, 2), 2),
-             "markov": lambda: MarkovPolicy(random(3, 2), 1, 3),
-             "history": lambda: history_policy(random(3), 3)}[kind]
+    build = {
+        "tree": lambda: PrefixTreePolicy(random(3, 2), 2),
+        "markov": lambda: MarkovPolicy(random(3, 2), 1, 3),
+        "history": lambda: history_policy(random(3), 3),
+    }[kind]
     return build(), build()
 
 
@@ -38,8 +41,9 @@ def enumerated_groups(policy, ref, config, size):
     states, tokens = enumerate_sequences(policy)
     theta = policy.parameters.clone().requires_grad_()
     logp = policy.logp(theta)[states, tokens]
-    scores = torch.stack([torch.autograd.grad(x, theta, retain_graph=True)[0].flatten()
-                          for x in logp.flatten()]).view(*tokens.shape, -1)
+    scores = torch.stack(
+        [torch.autograd.grad(x, theta, retain_graph=True)[0].flatten() for x in logp.flatten()]
+    ).view(*tokens.shape, -1)
     credit = credited(Terms(policy, ref, config).kl[states, tokens], config.credit)
     probs, grads = enumerated_gradients(policy, ref, config)
     loss = grads.flatten(1) - torch.einsum("nt,ntp->np", credit, scores)
@@ -59,7 +63,8 @@ def enumerated_groups(policy, ref, config, size):
 def test_leave_one_out_equals_enumeration_of_groups(kind, size):
     policy, ref = policies(kind)
     for estimator, placement, credit in itertools.product(
-            ("k1", "k2", "k3", "exact"), ("reward", "both"), ("sequence", "to_go", "token")):
+        ("k1", "k2", "k3", "exact"), ("reward", "both"), ("sequence", "to_go", "token")
+    ):
         config = KLConfig(estimator, placement, 1.0, credit)
         mean, variance = enumerated_groups(policy, ref, config, size)
         unchanged = expected_gradient(policy, ref, config).flatten()
@@ -90,11 +95,16 @@ def test_a_baseline_that_is_not_implemented_or_cannot_act_is_refused():
             gradient_variance(policy, ref, config, leave_one_out=2)
 
 
-@pytest.mark.parametrize("changed, message", [
-    ({"n_trials": 1}, "n_trials=1: 0, for exact results only, or at least 2 are needed"),
-    ({"ref_weights": [0.2, 0.3, 0.5]}, "the policy is its reference")])
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"n_trials": 1}, "n_trials=1: 0, for exact results only, or at least 2 are needed"),
+        ({"ref_weights": [0.2, 0.3, 0.5]}, "the policy is its reference"),
+    ],
+)
 def test_an_experiment_that_could_not_be_judged_is_refused_before_it_starts(
-        changed, message, tmp_path):
+    changed, message, tmp_path
+):
     "The cells of the notebook in order, with the parameters as papermill puts them in."
     names, folder = {}, tmp_path / "run"
     with pytest.raises(ValueError, match=message):

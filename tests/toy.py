@@ -73,8 +73,9 @@ scales:
 
 def write_notebook(path, sources, tagged=1):
     """Write code cells to a notebook; number `tagged` is its parameters cell."""
-    nb = new_notebook(cells=[new_code_cell(textwrap.dedent(s).strip(), id=f"c{i}")
-                             for i, s in enumerate(sources)])
+    nb = new_notebook(
+        cells=[new_code_cell(textwrap.dedent(s).strip(), id=f"c{i}") for i, s in enumerate(sources)]
+    )
     nb.metadata["kernelspec"] = {"name": "python3", "display_name": "python3", "language": "python"}
     if tagged is not None:
         nb.cells[tagged].metadata["tags"] = ["parameters"]
@@ -94,8 +95,13 @@ def make_clone(root, sweep=SWEEP):
 def start(root, *arguments):
     """Start `kl_comedy reproduce` in the clone; its output goes to a pipe."""
     command = Path(sys.executable).with_name("kl_comedy")
-    return subprocess.Popen([command, "reproduce", *arguments], cwd=root, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        [command, "reproduce", *arguments],
+        cwd=root,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 def wait_for(condition, seconds=60):
@@ -121,9 +127,12 @@ def results(runs_dir):
     """Name -> text of all that a kill must not change: metrics, tables and figures.
 
     runs.csv is compared without `seconds`, the time that the last attempt took."""
-    found = {path.relative_to(runs_dir): path.read_text()
-             for pattern in ("metrics.jsonl", "*.csv", "checkpoint.json")
-             for path in sorted(Path(runs_dir).rglob(pattern)) if path.name != "runs.csv"}
+    found = {
+        path.relative_to(runs_dir): path.read_text()
+        for pattern in ("metrics.jsonl", "*.csv", "checkpoint.json")
+        for path in sorted(Path(runs_dir).rglob(pattern))
+        if path.name != "runs.csv"
+    }
     for path in sorted(Path(runs_dir).rglob("runs.csv")):
         found[path.relative_to(runs_dir)] = pd.read_csv(path).drop(columns="seconds").to_csv()
     return found

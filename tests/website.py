@@ -14,8 +14,18 @@ DOCS = ROOT / "docs"
 SITE = DOCS / "_build" / "html"
 SOURCES = ["docs/*.*", "docs/_static/*", "nbs/**/*.ipynb", "kl_comedy/**/*.py", "data/**/*", "*.md"]
 # What a browser fetches by itself to show a page, tag by tag; a link is only followed by a reader.
-FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "video": "src",
-           "audio": "src", "embed": "src", "object": "data", "link": "href", "image": "href"}
+FETCHED = {
+    "script": "src",
+    "img": "src",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+    "embed": "src",
+    "object": "data",
+    "link": "href",
+    "image": "href",
+}
 
 
 @pytest.fixture(scope="session")

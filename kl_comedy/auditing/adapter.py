@@ -10,14 +10,13 @@ import json
 import multiprocessing
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
-from typing import Callable
 
 import torch
-
 from .audit import audit, to_dict
 from .naming import judge
 from .toy import Toy
@@ -32,6 +31,7 @@ class Setting:
     paper's terms. `docs`, `where`: what the documentation says, and where it does. `beta`:
     the coefficient that the surrogate was written with. `skip`: probes that make no sense.
     """
+
     label: str
     surrogate: Callable
     cell: str
@@ -46,11 +46,13 @@ def what_changes(loss, off, **on):
     "The surrogate `loss` with the settings `on` less the same with `off` (a dict) in them."
     return lambda batch: loss(batch, **on) - loss(batch, **on | off)
 
+
 def rewards_at_end(batch):
     "Each response's reward at its last token, (B, T), zero elsewhere."
     at = torch.arange(batch.mask.shape[1])
     last = torch.where(batch.mask, at, -1).amax(1, keepdim=True)
     return (at == last) * batch.reward[:, None]
+
 
 def whole_responses(batch):
     "True up to each response's last token, (B, T): on what is masked among its tokens too."
@@ -59,14 +61,18 @@ def whole_responses(batch):
 # %% ../../nbs/auditing/07_adapter.ipynb #cb65f02e
 class _StandIn(ModuleType):
     "A module any of whose names can be imported, and none of them used."
+
     __path__ = ()
+
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {"__init__": _used, "__module__": self.__name__})
 
+
 def _used(self, *_, **__):
     raise RuntimeError(f"{type(self).__module__}.{type(self).__name__} is a stand-in")
+
 
 def stand_in(names):
     "Put a stand-in for each module of `names` where Python looks for imported modules."
@@ -104,6 +110,7 @@ def flat(config, before=""):
             found |= flat(value, f"{before}{name}.")
     return found
 
+
 def as_written(value):
     "A value of a configuration as text: without quotes, a number as Python has it."
     text = re.sub(r"['\"]", "", str(value))
@@ -139,6 +146,7 @@ def check_lines(written, parsed, default):
 # %% ../../nbs/auditing/07_adapter.ipynb #8cbd9723
 NEAR = 1  # seed of a toy whose log-ratios no usual clamp meets
 
+
 def without_clamps(setting, report):
     "`Judgement` on the toy `NEAR`, as a dict, if a clamp may have hidden the objective."
     if not any(report.clamps.values()) or report.on_policy.objective != "none of these":
@@ -152,13 +160,20 @@ def audit_setting(setting):
     `near`: the judgement of `without_clamps`, or None.
     """
     report = audit(setting.surrogate, beta=setting.beta, skip=setting.skip)
-    return {"label": setting.label, "cell": setting.cell, "default": setting.default,
-            "docs": setting.docs, "where": setting.where, "report": to_dict(report),
-            "near": without_clamps(setting, report)}
+    return {
+        "label": setting.label,
+        "cell": setting.cell,
+        "default": setting.default,
+        "docs": setting.docs,
+        "where": setting.where,
+        "report": to_dict(report),
+        "near": without_clamps(setting, report),
+    }
 
 # %% ../../nbs/auditing/07_adapter.ipynb #d21d4627
 def _audit_nth(n):
     return audit_setting(SETTINGS[n])
+
 
 def audit_settings(settings, processes=1):
     "`audit_setting` of each, in order, in so many processes; forked, if more than one."
@@ -168,6 +183,7 @@ def audit_settings(settings, processes=1):
         return [audit_setting(setting) for setting in SETTINGS]
     with multiprocessing.get_context("fork").Pool(processes) as pool:
         return pool.map(_audit_nth, range(len(SETTINGS)), chunksize=1)
+
 
 def run_adapter(name, distribution, stubs=(), processes=1):
     """What the adapter `name` finds here, with the versions it found it with.
@@ -182,9 +198,14 @@ def run_adapter(name, distribution, stubs=(), processes=1):
     for one in found:
         lines = adapter.written(one["label"])
         one["written"] = check_lines(lines, adapter.parsed, default)
-    return {"version": metadata.version(distribution), "torch": torch.__version__,
-            "python": ".".join(map(str, sys.version_info[:2])), "kind": adapter.KIND,
-            "config": adapter.CONFIG, "settings": found}
+    return {
+        "version": metadata.version(distribution),
+        "torch": torch.__version__,
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "kind": adapter.KIND,
+        "config": adapter.CONFIG,
+        "settings": found,
+    }
 
 # %% ../../nbs/auditing/07_adapter.ipynb #fbe93227
 def main():

@@ -10,13 +10,19 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 
 import torch
-
 from . import probes
 from .expectation import SAME, expect
 from .naming import EACH, Judgement, is_sum, judge
+from kl_comedy.auditing.toy import (
+    Batch,
+    NotFinite,
+    Toy,
+    V,
+    make_batch,
+    sequence_gradients,
+    token_gradients,
+)
 from ..lab.gradients import exact_gradient
-from .toy import (
-    Batch, NotFinite, Toy, V, make_batch, sequence_gradients, token_gradients)
 
 # %% ../../nbs/auditing/05_audit.ipynb #79e2543c
 def _lines(report):
@@ -33,6 +39,7 @@ class Report:
     expected gradient when the policy is its reference, relative to the true one's when it
     is not, or "not finite". The rest is what the probes found.
     """
+
     verdict: str
     findings: list
     on_policy: Judgement
@@ -54,6 +61,7 @@ def to_dict(report):
     "A `Report` as nested plain values."
     return asdict(report)
 
+
 def from_dict(values):
     "The `Report` that `to_dict` made plain."
     both = {name: Judgement(**values[name]) for name in ("on_policy", "off_policy")}
@@ -70,9 +78,13 @@ MEANING = {
     "negative entropy": "the reference plays no part: this raises the entropy",
     "length": "the divergence plays no part: this shortens responses",
     "inverse length": "the divergence plays no part: this lengthens responses",
-    "none of these": "the gradient of no divergence"}
-MINUS = {"negative entropy": "the reference plays no part: this lowers the entropy",
-         "length": MEANING["inverse length"], "inverse length": MEANING["length"]}
+    "none of these": "the gradient of no divergence",
+}
+MINUS = {
+    "negative entropy": "the reference plays no part: this lowers the entropy",
+    "length": MEANING["inverse length"],
+    "inverse length": MEANING["length"],
+}
 DIVERGENCES = "reverse KL", "forward KL"
 
 # %% ../../nbs/auditing/05_audit.ipynb #36851a61
@@ -87,6 +99,7 @@ def _meaning(judged):
     meanings = MEANING | MINUS if minus else MEANING
     return meanings.get(name, "the divergence where the older policy went")
 
+
 def _named(judged):
     "The objective with its scale, in words."
     if not judged.scale:
@@ -94,7 +107,7 @@ def _named(judged):
     times = "" if abs(abs(judged.scale) - 1) < 0.005 else f"{abs(judged.scale):.3g} x "
     strength = ("minus " if judged.scale < 0 else "") + times
     name = judged.objective.removesuffix(EACH)
-    ending = judged.objective[len(name):]
+    ending = judged.objective[len(name) :]
     if strength and is_sum(name):
         name = f"({name})"
     return strength + name + ending
@@ -107,14 +120,17 @@ def _bias(judged):
     low_high = f" ({judged.bias_low:.2f} to {judged.bias_high:.2f})" if judged.noise else ""
     return f", bias {judged.bias:.2f}{low_high}"
 
+
 def _verdict(on, off, staleness):
     "One line: what it is, what that means, bias, variance, aggregation; then off-policy."
     if on.objective == off.objective == "no gradient":
         return f"{on.objective} ({_meaning(on)})"
     meaning = _meaning(on) if on.objective != "no gradient" else "none on-policy"
-    return (f"{_named(on)} ({meaning}){_bias(on)}, "
-            f"{on.variance:.2g} times the least unbiased variance, {on.aggregation}; "
-            f"{staleness:g} nats off-policy: {_named(off)}{_bias(off)}")
+    return (
+        f"{_named(on)} ({meaning}){_bias(on)}, "
+        f"{on.variance:.2g} times the least unbiased variance, {on.aggregation}; "
+        f"{staleness:g} nats off-policy: {_named(off)}{_bias(off)}"
+    )
 
 # %% ../../nbs/auditing/05_audit.ipynb #8b245c4c
 def _of_judgement(on, group_size, vocabulary):
@@ -128,8 +144,11 @@ def _of_judgement(on, group_size, vocabulary):
         yield f"it goes against the sequence-level reverse KL: cosine {on.cosine:.2f}"
     if on.scale and abs(abs(on.scale) - 1) > 0.005:
         own = abs(abs(on.scale) - (group_size - 1) / group_size) < 0.005
-        why = ": (n - 1)/n, a group's mean that holds the response itself" \
-            if own and on.unit == "group" else ""
+        why = (
+            ": (n - 1)/n, a group's mean that holds the response itself"
+            if own and on.unit == "group"
+            else ""
+        )
         if vocabulary and abs(abs(on.scale) * V - 1) < 0.005:
             why = f": 1/V, a mean over the vocabulary, which has {V} tokens here"
         yield f"{abs(on.scale):.3g} times beta{why}"
@@ -145,8 +164,10 @@ def _of_circumstances(on, equal):
     if equal == "not finite":
         yield "when the policy is its reference, as at first, the gradient is not finite"
     elif equal and equal > 1e-3:
-        yield ("it does not vanish when the policy is its reference: log-probs of other "
-               "tokens, a reference that is missing, or another term")
+        yield (
+            "it does not vanish when the policy is its reference: log-probs of other "
+            "tokens, a reference that is missing, or another term"
+        )
 
 # %% ../../nbs/auditing/05_audit.ipynb #c9e498e8
 ALLOWED = {"float32": 1e-3, "bfloat16": 0.02}  # relative error of the gradient
@@ -194,9 +215,14 @@ def _verb(word):
     return f"is {word}" if word == "not finite" else word
 
 # %% ../../nbs/auditing/05_audit.ipynb #56f1e1be
-PROBES = {"padding": probes.probe_padding, "ends": probes.probe_ends,
-          "precision": probes.probe_precision, "shapes": probes.probe_shapes,
-          "far": probes.probe_far, "clamps": probes.probe_clamps}
+PROBES = {
+    "padding": probes.probe_padding,
+    "ends": probes.probe_ends,
+    "precision": probes.probe_precision,
+    "shapes": probes.probe_shapes,
+    "far": probes.probe_far,
+    "clamps": probes.probe_clamps,
+}
 _toy = lru_cache(maxsize=8)(Toy)
 
 # %% ../../nbs/auditing/05_audit.ipynb #e8b2966d
@@ -216,14 +242,29 @@ def audit(surrogate, *, beta=1.0, group_size=2, staleness=0.1, skip=()):
     on, off = _judged(surrogate, toy, stale, beta, group_size)
     equal = None if on.unit == "batch" else _when_equal(surrogate, toy, beta, group_size)
     nothing = on.objective == off.objective == "no gradient"
-    found = {name: {} if name in (*skip, nothing and "ends") else
-             probe(surrogate, stale if name == "ends" else toy, group_size)
-             for name, probe in PROBES.items()}
+    found = {
+        name: {}
+        if name in (*skip, nothing and "ends")
+        else probe(surrogate, stale if name == "ends" else toy, group_size)
+        for name, probe in PROBES.items()
+    }
     vocabulary = _in_logits(surrogate, toy, group_size)
-    findings = [*_of_judgement(on, group_size, vocabulary), *_of_circumstances(on, equal),
-                *_of_probes(found)]
-    return Report(_verdict(on, off, staleness), findings, on, off, beta, group_size,
-                  staleness, equal=equal, **found)
+    findings = [
+        *_of_judgement(on, group_size, vocabulary),
+        *_of_circumstances(on, equal),
+        *_of_probes(found),
+    ]
+    return Report(
+        _verdict(on, off, staleness),
+        findings,
+        on,
+        off,
+        beta,
+        group_size,
+        staleness,
+        equal=equal,
+        **found,
+    )
 
 # %% ../../nbs/auditing/05_audit.ipynb #dda4c724
 def _when_equal(surrogate, toy, beta, group_size):
@@ -243,8 +284,10 @@ def _judged(surrogate, toy, stale, beta, group_size):
         on = judge(surrogate, toy, beta, group_size)
         off = judge(surrogate, stale, beta, group_size, on)
     except Exception as error:
-        error.add_note(f"audit gave it groups of group_size={group_size}; a batch "
-                       f"has the fields {', '.join(Batch.__dataclass_fields__)}")
+        error.add_note(
+            f"audit gave it groups of group_size={group_size}; a batch "
+            f"has the fields {', '.join(Batch.__dataclass_fields__)}"
+        )
         raise
     return on, off
 
@@ -255,14 +298,18 @@ def _in_logits(surrogate, toy, group_size):
     logp, logits = token_gradients(surrogate, make_batch(toy, rows, group_size))
     return bool(logits.any() and not logp.any())
 
+
 def _check_repeats(surrogate, toy, group_size):
     "ValueError unless the same batch has the same gradient twice."
     rows = torch.arange(32 * group_size) % len(toy.p)
-    first, second = (sequence_gradients(surrogate, toy, rows, group_size)[0]
-                     for _ in range(2))
+    first, second = (
+        sequence_gradients(surrogate, toy, rows, group_size)[0] for _ in range(2)
+    )
     if (first - second).abs().max() > SAME * first.abs().max():
-        raise ValueError("surrogate: the same batch has two gradients in two calls; fix "
-                         "what is random in it, or remembered from call to call")
+        raise ValueError(
+            "surrogate: the same batch has two gradients in two calls; fix "
+            "what is random in it, or remembered from call to call"
+        )
 
 # %% ../../nbs/auditing/05_audit.ipynb #3840e52b
 def _check(beta, group_size, staleness):

@@ -9,19 +9,21 @@ __all__ = ['AGGREGATIONS', 'SAME', 'DRAWN', 'BATCH', 'MANY', 'separate', 'Expect
 from dataclasses import dataclass
 
 import torch
-
 from .toy import LENGTH, sequence_gradients
 
 # %% ../../nbs/auditing/02_expectation.ipynb #8e53da18
-AGGREGATIONS = {"mean over sequences": lambda mask: mask.shape[0],
-                "mean over the tokens of the batch": lambda mask: mask.sum().item(),
-                "mean over padded positions": lambda mask: mask.numel(),
-                "sum over sequences": lambda mask: 1}
-SAME = 1e-5     # of the largest gradient: a loss may compute in float32
-DRAWN = 2000    # groups drawn where they cannot be listed, and eight times the batches
-BATCH = 64      # sequences in a batch that is drawn
+AGGREGATIONS = {
+    "mean over sequences": lambda mask: mask.shape[0],
+    "mean over the tokens of the batch": lambda mask: mask.sum().item(),
+    "mean over padded positions": lambda mask: mask.numel(),
+    "sum over sequences": lambda mask: 1,
+}
+SAME = 1e-5  # of the largest gradient: a loss may compute in float32
+DRAWN = 2000  # groups drawn where they cannot be listed, and eight times the batches
+BATCH = 64  # sequences in a batch that is drawn
 
-MANY = 100      # units: above, not all of them are put among others more than once
+MANY = 100  # units: above, not all of them are put among others more than once
+
 
 def _batches_of(m, step):
     "The same m units among other companions: which of them, and how wide the batch is."
@@ -30,7 +32,7 @@ def _batches_of(m, step):
     if m > MANY:
         a, b, c = other.chunk(3)
         return [(whole, 0), (a, 0), (b, 0), (c, LENGTH + 2)]
-    return [(whole, 0), (other, 0), (other[:max(step, m // 2)], 0), (whole, LENGTH + 2)]
+    return [(whole, 0), (other, 0), (other[: max(step, m // 2)], 0), (whole, LENGTH + 2)]
 
 # %% ../../nbs/auditing/02_expectation.ipynb #4b273281
 def _in_batch(surrogate, toy, units, group_size, width):
@@ -38,15 +40,18 @@ def _in_batch(surrogate, toy, units, group_size, width):
     rows = units.flatten()
     rows = torch.cat([rows, rows[:1].expand(-len(rows) % group_size)])
     found, batch = sequence_gradients(surrogate, toy, rows, group_size, width)
-    return found[:units.numel()].view(*units.shape, -1), batch.mask
+    return found[: units.numel()].view(*units.shape, -1), batch.mask
+
 
 def _aggregation(results):
     "Gradients and name of the aggregation by which all have those of the first, or None."
     for name, count in AGGREGATIONS.items():
         scaled = [(order, found * count(mask)) for order, found, mask in results]
         whole = scaled[0][1]
-        if all((found - whole[order]).abs().max() <= SAME * whole.abs().max()
-               for order, found in scaled[1:]):
+        if all(
+            (found - whole[order]).abs().max() <= SAME * whole.abs().max()
+            for order, found in scaled[1:]
+        ):
             return whole, name
     return None
 
@@ -59,13 +64,18 @@ def separate(surrogate, toy, units, group_size):
     """
     m, step = len(units), group_size // units.shape[1] or 1
     if m > MANY:
-        few = [(torch.arange(n), *_in_batch(surrogate, toy, units[:n], group_size, 0))
-               for n in (64, 32)]
+        few = [
+            (torch.arange(n), *_in_batch(surrogate, toy, units[:n], group_size, 0))
+            for n in (64, 32)
+        ]
         if _aggregation(few) is None:
             return None
     return _aggregation(
-        [(order, *_in_batch(surrogate, toy, units[order], group_size, width))
-         for order, width in _batches_of(m, step)])
+        [
+            (order, *_in_batch(surrogate, toy, units[order], group_size, width))
+            for order, width in _batches_of(m, step)
+        ]
+    )
 
 # %% ../../nbs/auditing/02_expectation.ipynb #2cb201e2
 @dataclass
@@ -77,6 +87,7 @@ class Expectation:
     group or batch. `by_length`: `mean` with each sequence's gradient times its length, or
     None.
     """
+
     mean: torch.Tensor
     variance: float
     noise: float
@@ -93,6 +104,7 @@ def _regressed(values, counts):
     spread = torch.linalg.inv(design.T @ design)[0, 0]
     return fit[0], (left * spread).sqrt().item()
 
+
 def _counts(rows, toy):
     "How much more often each response is among the rows (M, k) than expected, over k."
     hits = torch.nn.functional.one_hot(rows, len(toy.p)).double().mean(1)
@@ -108,8 +120,9 @@ def _of_units(toy, units, found, name, unit, listed):
         mean, by_length = p @ each, p @ long
     else:
         p = torch.full((len(units),), 1 / len(units), dtype=each.dtype)
-        (mean, noise), (by_length, _) = (_regressed(x, _counts(units, toy))
-                                         for x in (each, long))
+        (mean, noise), (by_length, _) = (
+            _regressed(x, _counts(units, toy)) for x in (each, long)
+        )
     share = toy.length[units].double().mean(1) if "tokens" in name else torch.ones_like(p)
     away = each - mean * (share / (p @ share))[:, None]
     variance = k * (p @ away.square().sum(1)).item()
@@ -133,13 +146,17 @@ def expect(surrogate, toy, group_size=2):
     if found := separate(surrogate, toy, alone, group_size):
         return _of_units(toy, alone, *found, "sequence", True)
     listed = group_size == 2
-    groups = torch.cartesian_prod(*[torch.arange(n)] * 2) if listed \
+    groups = (
+        torch.cartesian_prod(*[torch.arange(n)] * 2)
+        if listed
         else _draw(toy, DRAWN, group_size)
+    )
     if found := separate(surrogate, toy, groups, group_size):
         return _of_units(toy, groups, *found, "group", listed)
     rows = _draw(toy, DRAWN // 8, -(-BATCH // group_size) * group_size)
-    values = torch.stack([sequence_gradients(surrogate, toy, r, group_size)[0].sum(0)
-                          for r in rows])
+    values = torch.stack(
+        [sequence_gradients(surrogate, toy, r, group_size)[0].sum(0) for r in rows]
+    )
     mean, noise = _regressed(values, _counts(rows, toy))
     variance = rows.shape[1] * (values - mean).square().sum(1).mean().item()
     return Expectation(mean, variance, noise, "batch", f"batch of {rows.shape[1]}", None)

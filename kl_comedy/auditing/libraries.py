@@ -21,28 +21,48 @@ from ..files import write_atomic
 # %% ../../nbs/auditing/09_libraries.ipynb #591e8647
 LIMIT = 1200  # seconds that an adapter may take with all its settings
 
+
 def package_folder():
     "Where the modules of this package are."
     return Path(importlib.util.find_spec("kl_comedy").submodule_search_locations[0])
+
 
 def _ask(recipe, python, folder):
     "The answer of a recipe's adapter, run by `python`; `folder` is empty."
     (folder / "kl_comedy").symlink_to(package_folder())
     trainers = recipe.requirements is None  # not of a library that may start threads
-    asked = {"name": recipe.name, "distribution": recipe.distribution,
-             "stubs": recipe.stand_ins, "processes": 2 if trainers else 1}
+    asked = {
+        "name": recipe.name,
+        "distribution": recipe.distribution,
+        "stubs": recipe.stand_ins,
+        "processes": 2 if trainers else 1,
+    }
     code = "from kl_comedy.auditing.adapter import main; main()"
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore",
-             "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": ""}
-    ran = within(recipe, "its adapter", LIMIT,
-                 [python, "-c", code, json.dumps(asked), folder / "out.json"],
-                 env=os.environ | quiet, capture_output=True, text=True, cwd=folder)
+    quiet = {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": str(folder),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    ran = within(
+        recipe,
+        "its adapter",
+        LIMIT,
+        [python, "-c", code, json.dumps(asked), folder / "out.json"],
+        env=os.environ | quiet,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
     if ran.returncode:
         lines = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
         lines = [x for x in lines if re.match(r"[\w.]+: ", x)] or lines  # no note after it
         where = f" (its environment: {Path(python).parent.parent})"
-        raise AuditError(f"{recipe.name}: its adapter failed: {lines[-1]}"
-                         f"{where if recipe.requirements else ''}")
+        raise AuditError(
+            f"{recipe.name}: its adapter failed: {lines[-1]}"
+            f"{where if recipe.requirements else ''}"
+        )
     return json.loads((folder / "out.json").read_text())
 
 # %% ../../nbs/auditing/09_libraries.ipynb #569e7594
@@ -53,18 +73,29 @@ def audit_library(recipe, say=print):
     """
     version = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if version not in recipe.python:
-        say(f"{recipe.name}: not tried with Python {version} "
-            f"(but with {', '.join(recipe.python)})")
+        say(
+            f"{recipe.name}: not tried with Python {version} "
+            f"(but with {', '.join(recipe.python)})"
+        )
     python = prepare(recipe, say)
     say(f"{recipe.name}: auditing")
     with tempfile.TemporaryDirectory() as folder:
         found = _ask(recipe, python, Path(folder))
     if found["version"] != recipe.version:
-        say(f"{recipe.name}: untested version {found['version']}; "
-            f"its adapter was written for {recipe.version}")
-    return {"library": recipe.name, "title": recipe.title, "tested": recipe.version,
-            "read": recipe.date, "note": recipe.note, "date": date.today().isoformat(),
-            "kl_comedy": __version__, **found}
+        say(
+            f"{recipe.name}: untested version {found['version']}; "
+            f"its adapter was written for {recipe.version}"
+        )
+    return {
+        "library": recipe.name,
+        "title": recipe.title,
+        "tested": recipe.version,
+        "read": recipe.date,
+        "note": recipe.note,
+        "date": date.today().isoformat(),
+        "kl_comedy": __version__,
+        **found,
+    }
 
 # %% ../../nbs/auditing/09_libraries.ipynb #a7d0aef5
 def record(found, root):
@@ -72,6 +103,7 @@ def record(found, root):
     path = Path(root, "data", "libraries", f"{found['library']}.json")
     write_atomic(path, json.dumps(found, indent=1) + "\n")
     return path
+
 
 def load_records(folder):
     "What was recorded in `folder`, by library."
@@ -81,6 +113,7 @@ def load_records(folder):
 # %% ../../nbs/auditing/09_libraries.ipynb #34853ef3
 BATCH = "no fixed objective: the deviation of the batch divides it"
 GROUP = "no fixed objective: the deviation of its group divides it"
+
 
 def verdict(setting):
     "Whose gradient a setting has, in words."
@@ -97,35 +130,55 @@ def rows(found):
     for setting in found["settings"]:
         on = setting["report"]["on_policy"]
         nothing = on["objective"] in ("zero", "no gradient")
-        yield {"library": found["library"], "version": found["version"],
-               "default": "*" if setting["default"] else "", "setting": setting["label"],
-               "cell": setting["cell"], "verdict": verdict(setting),
-               "factor": None if nothing or on["scale"] is None else round(on["scale"], 3),
-               "bias": None if nothing else round(on["bias"], 2), "unit": on["unit"],
-               "aggregation": on["aggregation"]}
+        yield {
+            "library": found["library"],
+            "version": found["version"],
+            "default": "*" if setting["default"] else "",
+            "setting": setting["label"],
+            "cell": setting["cell"],
+            "verdict": verdict(setting),
+            "factor": None if nothing or on["scale"] is None else round(on["scale"], 3),
+            "bias": None if nothing else round(on["bias"], 2),
+            "unit": on["unit"],
+            "aggregation": on["aggregation"],
+        }
+
 
 def refused(found):
     "Why a library's own parser did not take the lines of a setting, by its label."
-    return {s["label"]: s["written"]["refused"] for s in found["settings"]
-            if s["written"]["refused"]}
+    return {
+        s["label"]: s["written"]["refused"]
+        for s in found["settings"]
+        if s["written"]["refused"]
+    }
+
 
 def as_text(found):
     "The table of one library, for a terminal."
-    lines = [f"{found['title']} {found['version']}, audited {found['date']}, "
-             f"torch {found['torch']} (* the default)"]
+    lines = [
+        f"{found['title']} {found['version']}, audited {found['date']}, "
+        f"torch {found['torch']} (* the default)"
+    ]
     for row in rows(found):
         factor = "" if row["factor"] is None else f"  factor {row['factor']:g}"
         bias = "" if row["bias"] is None else f"  bias {row['bias']:.2f}"
-        lines.append(f"{row['default']:1} {row['setting']}\n"
-                     f"    {row['verdict']}{factor}{bias}  ({row['aggregation']})")
-    lines += [f"! {label}\n    its lines are refused: {why}"
-              for label, why in refused(found).items()]
+        lines.append(
+            f"{row['default']:1} {row['setting']}\n"
+            f"    {row['verdict']}{factor}{bias}  ({row['aggregation']})"
+        )
+    lines += [
+        f"! {label}\n    its lines are refused: {why}"
+        for label, why in refused(found).items()
+    ]
     return "\n".join(lines)
 
 # %% ../../nbs/auditing/09_libraries.ipynb #9f83596c
-GOALS = {"unbiased, sequence level": "sequence reverse KL",
-         "token level": "token reverse KL",
-         "K3 in the loss (forward)": "token forward KL"}
+GOALS = {
+    "unbiased, sequence level": "sequence reverse KL",
+    "token level": "token reverse KL",
+    "K3 in the loss (forward)": "token forward KL",
+}
+
 
 def settings_for(found):
     "By the names of `GOALS`, the labels of the settings that have that objective."

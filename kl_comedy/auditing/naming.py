@@ -11,36 +11,45 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-
 from .expectation import SAME, expect
 from ..lab.gradients import TARGETS, exact_gradient, expected_gradient
-from ..theory.surrogate import KLConfig
 from ..lab.variance import gradient_variance
+from ..theory.surrogate import KLConfig
 
 # %% ../../nbs/auditing/04_naming.ipynb #f0a15957
 @lru_cache(maxsize=8)
 def objectives(toy):
     "Exact gradients in the policy's logits by name, (P,) each: what a penalty may have."
-    named = {target.replace("_", " ").replace(" kl", " KL"):
-             exact_gradient(toy.policy, toy.ref, target) for target in TARGETS}
+    named = {
+        target.replace("_", " ").replace(" kl", " KL"): exact_gradient(
+            toy.policy, toy.ref, target
+        )
+        for target in TARGETS
+    }
     parameters = toy.policy.parameters.clone().requires_grad_()
     logp = toy.sequence_logp(toy.policy, parameters)
     p, length = logp.exp(), toy.length.double()
-    for name, value in (("negative entropy", p @ logp), ("length", p @ length),
-                        ("inverse length", p @ (1 / length))):
-        named[name], = torch.autograd.grad(value, parameters, retain_graph=True)
+    for name, value in (
+        ("negative entropy", p @ logp),
+        ("length", p @ length),
+        ("inverse length", p @ (1 / length)),
+    ):
+        (named[name],) = torch.autograd.grad(value, parameters, retain_graph=True)
     if toy.behaviour is not toy.policy:
         at_its_states = [("reverse", "both", "token"), ("forward", "loss", "sequence")]
         for direction, placement, credit in at_its_states:
             kl = KLConfig("k3", placement, credit=credit, importance="token")
             named[f"token {direction} KL at the sampler's states"] = expected_gradient(
-                toy.policy, toy.ref, kl, behaviour=toy.behaviour)
+                toy.policy, toy.ref, kl, behaviour=toy.behaviour
+            )
         named["forward KL from the sampler"] = exact_gradient(
-            toy.policy, toy.behaviour, "sequence_forward_kl")
+            toy.policy, toy.behaviour, "sequence_forward_kl"
+        )
     return {name: gradient.flatten() for name, gradient in named.items()}
 
 # %% ../../nbs/auditing/04_naming.ipynb #3d468ee3
 EACH = ", averaged over each response's tokens"
+
 
 def _fit(mean, noise, named):
     "Coefficients by name of the fewest objectives that add up to `mean`, or None."
@@ -94,6 +103,7 @@ class Judgement:
     g / factor, as a multiple of the quietest unbiased estimator's. `unit`: what is
     independent, sequence, group or batch.
     """
+
     objective: str
     scale: float | None
     bias: float
@@ -109,18 +119,28 @@ class Judgement:
 @lru_cache(maxsize=8)
 def _quietest(toy, group_size):
     "Variance per sequence of the best unbiased configuration."
-    weight, behaviour = ("none", None) if toy.behaviour is toy.policy \
-        else ("sequence", toy.behaviour)
+    weight, behaviour = (
+        ("none", None) if toy.behaviour is toy.policy else ("sequence", toy.behaviour)
+    )
     groups = [None, group_size] if behaviour is None and group_size > 1 else [None]
     choices = (("k1", "reward"), ("k1", "both"), ("k3", "both"), ("exact", "both"))
-    return min(gradient_variance(toy.policy, toy.ref, KLConfig(
-        *choice, credit="to_go", importance=weight), behaviour, group)
-        for choice in choices for group in groups)
+    return min(
+        gradient_variance(
+            toy.policy,
+            toy.ref,
+            KLConfig(*choice, credit="to_go", importance=weight),
+            behaviour,
+            group,
+        )
+        for choice in choices
+        for group in groups
+    )
 
 # %% ../../nbs/auditing/04_naming.ipynb #fbdcd6b5
 def is_sum(name):
     "Whether an objective is a sum of several, which have no common factor."
     return " - " in name or " + " in name
+
 
 def judge(surrogate, toy, beta=1.0, group_size=2, on=None):
     "`Judgement` on one toy; `on`: of this loss on-policy, which this is, if there is none."
@@ -133,10 +153,20 @@ def judge(surrogate, toy, beta=1.0, group_size=2, on=None):
     by = beta if is_sum(on.objective if on else name) else beta * (factor or 1)
     bias = ((found.mean / by - goal).norm() / goal.norm()).item()
     error = 1.96 * found.noise / by / goal.norm().item()
-    cosine = 0.0 if name in ("zero", "no gradient") else \
-        (found.mean @ goal / found.mean.norm() / goal.norm()).item()
+    cosine = (
+        0.0
+        if name in ("zero", "no gradient")
+        else (found.mean @ goal / found.mean.norm() / goal.norm()).item()
+    )
     return Judgement(
-        name, None if scale is None else scale / beta, bias, max(0.0, bias - error),
-        bias + error, cosine,
-        found.variance / by**2 / _quietest(toy, group_size), found.unit, found.aggregation,
-        found.noise / goal.norm().item())
+        name,
+        None if scale is None else scale / beta,
+        bias,
+        max(0.0, bias - error),
+        bias + error,
+        cosine,
+        found.variance / by**2 / _quietest(toy, group_size),
+        found.unit,
+        found.aggregation,
+        found.noise / goal.norm().item(),
+    )

@@ -11,7 +11,6 @@ import itertools
 from dataclasses import replace
 
 import torch
-
 from .toy import LENGTH, Toy, make_batch, token_gradients
 
 # %% ../../nbs/auditing/03_probes.ipynb #0e7881f9
@@ -20,15 +19,21 @@ def _outcome(surrogate, batch):
     try:
         return token_gradients(surrogate, batch)
     except Exception as error:
-        return f"raises {type(error).__name__}: {str(error).splitlines()[0][:80]}" \
-            if str(error) else f"raises {type(error).__name__}"
+        return (
+            f"raises {type(error).__name__}: {str(error).splitlines()[0][:80]}"
+            if str(error)
+            else f"raises {type(error).__name__}"
+        )
+
 
 def _distance(found, expected, mask):
     "Of two pairs of gradients on the tokens, relative to the largest; nan if not finite."
     size = torch.stack([x[mask].abs().max() for x in expected]).max().clamp(min=1e-30)
-    gap = [(f[mask].double() - x[mask].double()).abs().max()
-           for f, x in zip(found, expected)]
+    gap = [
+        (f[mask].double() - x[mask].double()).abs().max() for f, x in zip(found, expected)
+    ]
     return (torch.stack(gap).max() / size).item()  # torch's max, unlike max, keeps a nan
+
 
 def _word(distance, limit):
     if distance != distance or distance == float("inf"):
@@ -37,6 +42,7 @@ def _word(distance, limit):
 
 # %% ../../nbs/auditing/03_probes.ipynb #44ae1e9b
 FILLS = {"ordinary": None, "nan": torch.nan, "inf": torch.inf, "-inf": -torch.inf}
+
 
 def probe_padding(surrogate, toy, group_size):
     """By kind of padding: 'same', 'differs', 'not finite', 'has a gradient' or an error.
@@ -65,15 +71,24 @@ def _beside(got, expected, mask):
         return "has a gradient" if leak.isfinite() else "not finite"
     return word
 
+
 #| export
 def _one_later(x):
     "What is at tokens (B, T, ...) when the last, which is padding, is put after the first."
     return torch.cat([x[:, :1], x[:, -1:], x[:, 1:-1]], 1)
 
+
 def _with_hole(batch):
     "The `Batch` with a masked token after the first of each response."
-    return replace(batch, **{name: _one_later(x.detach()).requires_grad_(x.requires_grad)
-                             for name, x in vars(batch).items() if x.dim() > 1})
+    return replace(
+        batch,
+        **{
+            name: _one_later(x.detach()).requires_grad_(x.requires_grad)
+            for name, x in vars(batch).items()
+            if x.dim() > 1
+        },
+    )
+
 
 def _everyone(toy, group_size):
     "All responses, and the first again until groups are whole."
@@ -87,6 +102,7 @@ def probe_ends(surrogate, toy, group_size):
     base = make_batch(toy, rows, group_size)
     each, before = torch.arange(len(rows)), _outcome(surrogate, base)
     shift = torch.where(each % 2 == 0, 5.0, -5.0).double()[:, None]
+
     def moves(where):
         "Whether the gradient does, when the reference does where it is told (B, T)."
         ref_logp, ref_logits = base.ref_logp + shift * where, base.ref_logits.clone()
@@ -106,6 +122,7 @@ def probe_ends(surrogate, toy, group_size):
 # %% ../../nbs/auditing/03_probes.ipynb #6188b228
 DTYPES = {"float32": (torch.float32, 1e-3), "bfloat16": (torch.bfloat16, 0.01)}
 STEPS = "moves in steps"
+
 
 def probe_precision(surrogate, toy, group_size):
     """Largest error of the gradient, relative to its largest number, in each dtype.
@@ -129,26 +146,45 @@ def probe_precision(surrogate, toy, group_size):
 
 # %% ../../nbs/auditing/03_probes.ipynb #b04a4a7d
 def _cast(batch, dtype):
-    return replace(batch, **{field: x.detach().to(dtype).requires_grad_(x.requires_grad)
-                             for field, x in vars(batch).items() if x.is_floating_point()})
+    return replace(
+        batch,
+        **{
+            field: x.detach().to(dtype).requires_grad_(x.requires_grad)
+            for field, x in vars(batch).items()
+            if x.is_floating_point()
+        },
+    )
+
 
 def _nearer(batch, nats):
     "The batch with its gaps to the reference times `nats`, and no rewards."
-    near = {field: torch.lerp(getattr(batch, field).detach(),
-                              getattr(batch, "ref_" + field), nats)
-            for field in ("logp", "logits")}
-    return replace(batch, ref_logp=near["logp"], ref_logits=near["logits"].log_softmax(-1),
-                   reward=torch.zeros_like(batch.reward))
+    near = {
+        field: torch.lerp(
+            getattr(batch, field).detach(), getattr(batch, "ref_" + field), nats
+        )
+        for field in ("logp", "logits")
+    }
+    return replace(
+        batch,
+        ref_logp=near["logp"],
+        ref_logits=near["logits"].log_softmax(-1),
+        reward=torch.zeros_like(batch.reward),
+    )
 
 # %% ../../nbs/auditing/03_probes.ipynb #8053d7d3
 def _rounds(surrogate, batch, step=1e-3):
     "Whether the gradient moves by other than twice as much if the policy does."
     rng, found = torch.Generator().manual_seed(0), []
-    along = {field: torch.randn(getattr(batch, field).shape, generator=rng).double()
-             for field in ("logp", "logits")}
+    along = {
+        field: torch.randn(getattr(batch, field).shape, generator=rng).double()
+        for field in ("logp", "logits")
+    }
     for far in (0, step, 2 * step):
-        moved = {pre + field: getattr(batch, pre + field).detach() + far * x
-                 for field, x in along.items() for pre in ("", "behaviour_")}
+        moved = {
+            pre + field: getattr(batch, pre + field).detach() + far * x
+            for field, x in along.items()
+            for pre in ("", "behaviour_")
+        }
         for field in along:
             moved[field].requires_grad_()
         got = _outcome(surrogate, replace(batch, **moved))
@@ -170,12 +206,20 @@ def probe_shapes(surrogate, toy, group_size):
         keep = slice(None) if empty else slice(1)
         if empty:
             batch.mask[0] = False
-        cut = {field: x.detach()[:, keep].requires_grad_(x.requires_grad)
-               for field, x in vars(batch).items() if x.dim() > 1}
+        cut = {
+            field: x.detach()[:, keep].requires_grad_(x.requires_grad)
+            for field, x in vars(batch).items()
+            if x.dim() > 1
+        }
         batch = replace(batch, **cut)
         got = _outcome(surrogate, batch)
-        found[name] = got if isinstance(got, str) else \
-            "finite" if all(x.isfinite().all() for x in got) else "not finite"
+        found[name] = (
+            got
+            if isinstance(got, str)
+            else "finite"
+            if all(x.isfinite().all() for x in got)
+            else "not finite"
+        )
     return found
 
 # %% ../../nbs/auditing/03_probes.ipynb #1056098e
@@ -183,6 +227,7 @@ _NEAR, _FAR = 0.05 * 1.25 ** torch.arange(21.0), torch.arange(6.0, 101.0)
 SWEEP = torch.cat([-_FAR.flip(0), -_NEAR.flip(0), _NEAR, _FAR]).double()
 FAR = {"policy far below": 100.0, "policy far above": -100.0}
 TRIED = (-3.0, -0.15, -0.05, 0.1, 0.5, 4.0)  # by which one batch for all is held to many
+
 
 def _gap_batch(toy, group_size, logps, dtype):
     "`Batch` with a group for each of `logps` (G,), in its first response, and one more."
@@ -193,7 +238,7 @@ def _gap_batch(toy, group_size, logps, dtype):
         others = torch.log1p(-at.exp()) - torch.tensor(2.0).log()  # of the two other tokens
         for kind, x in (("logp", at), ("logits", torch.stack([at, others, others], -1))):
             whole = getattr(base, kind).detach().clone()
-            whole[:group_size * groups:group_size, 0] = x.to(dtype)
+            whole[: group_size * groups : group_size, 0] = x.to(dtype)
             changed[field + kind] = whole.requires_grad_(field == "")
     return replace(base, **changed)
 
@@ -209,9 +254,10 @@ def _together(surrogate, toy, group_size, logps, dtype=torch.float64):
     p = batch.logp[:end:group_size, 0].detach().exp()
     return (on_logp + on_logits[:, 0] / (1 - p)).double()
 
+
 def _one_by_one(surrogate, toy, group_size, logps):
     "The same, a batch for each."
-    each = ({k: x[i:i + 1] for k, x in logps.items()} for i in range(len(logps[""])))
+    each = ({k: x[i : i + 1] for k, x in logps.items()} for i in range(len(logps[""])))
     found = [_together(surrogate, toy, group_size, one) for one in each]
     errors = [x for x in found if isinstance(x, str)]
     return errors[0] if errors else torch.cat(found)
@@ -234,11 +280,13 @@ _FEW = torch.cat([_NEAR, _FAR[_FAR <= SWALLOWED][::3]]).double()
 FEWER = torch.cat([-_FEW.flip(0), _FEW])  # the sweep where each gap is a batch of its own
 STRETCH = 3  # steps of the sweep over which a gradient must have changed
 
+
 def _smooth(values):
     "Whether they do not change, or by steps of one sign that are like their neighbours."
     steps = values.diff()
     regular = (steps.diff().abs() <= 0.9 * steps[1:].abs()).all()
     return bool((steps == 0).all() or regular and (steps.sign() == steps[0].sign()).all())
+
 
 def _constant_from(values, at):
     "Number of the last of `values` (M,) before they are constant, or None."
@@ -246,12 +294,12 @@ def _constant_from(values, at):
     moving = ((values - values[-1]).abs() > 1e-9 * scale).nonzero()
     if len(moving) == 0 or len(values) - (last := int(moving[-1])) <= 3 or last < STRETCH:
         return None
-    stretch = values[last - STRETCH:last + 1]
+    stretch = values[last - STRETCH : last + 1]
     to_nothing = values[-1].abs() <= 1e-9 * scale  # as of K1 in the loss, where it is cut
     moved = to_nothing or (stretch.diff().abs() > 1e-9 * scale).all()
-    abrupt = (values[last - 1:last + 1] - values[-1]).abs().max() > 1e-3 * scale
+    abrupt = (values[last - 1 : last + 1] - values[-1]).abs().max() > 1e-3 * scale
     far = at[last + 1].abs() > SWALLOWED
-    if not moved or not abrupt or far and not _smooth(values[max(0, last - 6):last + 1]):
+    if not moved or not abrupt or far and not _smooth(values[max(0, last - 6) : last + 1]):
         return None
     return last
 
@@ -263,8 +311,9 @@ def _ends(gradient, sweep):
         return found
     finite = values.isfinite()
     for order in (1, -1):
-        at, swept = (x[finite][::order] if order > 0 else x[finite].flip(0)
-                     for x in (sweep, values))
+        at, swept = (
+            x[finite][::order] if order > 0 else x[finite].flip(0) for x in (sweep, values)
+        )
         if (last := _constant_from(swept, at)) is None:
             continue
         scale = swept[last:].abs().max()
@@ -283,15 +332,18 @@ def _ends(gradient, sweep):
 HELD = -101.0, -108.7  # of the policy: one at which nothing that moves exceeds -1, another
 NAMES = {"ref_": "log(ref/policy)", "behaviour_": "log(older/policy)"}
 
+
 def _gradient(surrogate, toy, group_size, name, held, side):
     "The gradient as a function of gaps (G,), and whether one batch holds them all."
+
     def logps(gaps):
         own = torch.full_like(gaps, held)
         return {"": own, "ref_": own + side, "behaviour_": own} | {name: own + gaps}
 
     tried = logps(torch.tensor(TRIED, dtype=torch.float64))
-    alone, both = (way(surrogate, toy, group_size, tried)
-                   for way in (_one_by_one, _together))
+    alone, both = (
+        way(surrogate, toy, group_size, tried) for way in (_one_by_one, _together)
+    )
     at_once = False
     if not isinstance(alone, str) and not isinstance(both, str):
         factor = (both @ alone) / (alone @ alone).clamp(min=1e-300)
@@ -314,8 +366,9 @@ def probe_clamps(surrogate, toy, group_size):
         for side in sides:
             ends = []
             for held, times in zip(HELD, (1.0, 1.5)):
-                gradient, at_once = _gradient(surrogate, toy, group_size, name, held,
-                                              side * times)
+                gradient, at_once = _gradient(
+                    surrogate, toy, group_size, name, held, side * times
+                )
                 ends.append(_ends(gradient, SWEEP if at_once else FEWER))
                 if not ends[0]:
                     break

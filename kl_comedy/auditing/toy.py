@@ -9,7 +9,6 @@ __all__ = ['V', 'LENGTH', 'END', 'PADDING', 'Batch', 'Toy', 'make_batch', 'token
 from dataclasses import dataclass, replace
 
 import torch
-
 from ..lab.gradients import Policy, divergence, enumerate_sequences
 
 # %% ../../nbs/auditing/01_toy.ipynb #893f3942
@@ -23,6 +22,7 @@ class Batch:
     group; `reward` (B,). `logits` (B, T, V), which requires grad, `ref_logits` and
     `behaviour_logits`: the same three, whole.
     """
+
     logp: torch.Tensor
     ref_logp: torch.Tensor
     behaviour_logp: torch.Tensor
@@ -38,19 +38,23 @@ class Batch:
 V, LENGTH, END = 3, 4, 0  # tokens, the longest response, and the token that ends one
 PADDING = -1.3, -0.6, -0.9  # log-probs at padding: policy, reference, older policy
 
+
 def _after(length):
     "Transitions (S, V) between prefixes without an end; the last state is all the others."
     prefixes = 2**length - 1
     child = 2 * torch.arange(prefixes + 1)[:, None] + torch.tensor([prefixes, 1, 2])
     return child.clamp(max=prefixes)
 
+
 def _older(policy, direction, nats):
     "The policy moved along `direction` or against it, to where its divergence is `nats`."
     if nats == 0:
         return policy
+
     def moved(step):
         parameters = policy.parameters + step * direction
         return Policy(parameters, policy.next_state, policy.horizon)
+
     far = next(step for step in (4.0, -4.0) if divergence(moved(step), policy) >= nats)
     near = 0.0
     for _ in range(60):
@@ -67,6 +71,7 @@ class Toy:
     `staleness`: divergence of `behaviour` from the policy, nats; 0 is on-policy. `same`:
     the reference is the policy itself.
     """
+
     def __init__(self, staleness=0.0, length=LENGTH, same=False, seed=0):
         rng = torch.Generator().manual_seed(seed)
         logits = torch.randn(3, 2**length, V, generator=rng, dtype=torch.float64)
@@ -81,6 +86,7 @@ class Toy:
         self.length = self.mask.sum(1)
         self.p = self.sequence_logp(self.behaviour).exp()
         self.reward = (self.tokens * torch.arange(2, 2 + length)).sum(1).double() % 8 / 8
+
     def sequence_logp(self, policy, parameters=None):
         "Log-prob of every response, (N,), nats; differentiable in `parameters`."
         return (policy.logp(parameters)[self.states, self.tokens] * self.mask).sum(1)
@@ -92,20 +98,35 @@ def make_batch(toy, rows, group_size, width=0, fill=None, dtype=torch.float64):
     `fill`: what all tensors hold at padding, instead of ordinary log-probs.
     """
     extra = max(0, width - toy.policy.horizon)
-    states, tokens, mask = (torch.nn.functional.pad(x[rows], (0, extra), value=end)
-                            for x, end in ((toy.states, len(toy.policy.parameters) - 1),
-                                           (toy.tokens, END), (toy.mask, False)))
+    states, tokens, mask = (
+        torch.nn.functional.pad(x[rows], (0, extra), value=end)
+        for x, end in (
+            (toy.states, len(toy.policy.parameters) - 1),
+            (toy.tokens, END),
+            (toy.mask, False),
+        )
+    )
+
     def at_tokens(x, pad):
         keep = mask if x.dim() == 2 else mask[..., None]
         return x.masked_fill(~keep, pad if fill is None else fill).to(dtype)
 
     policies = toy.policy, toy.ref, toy.behaviour
-    logp, *others = (at_tokens(policy.logp()[states, tokens], pad)
-                     for policy, pad in zip(policies, PADDING))
+    logp, *others = (
+        at_tokens(policy.logp()[states, tokens], pad)
+        for policy, pad in zip(policies, PADDING)
+    )
     logits, *other_logits = (at_tokens(policy.logp()[states], -1.0) for policy in policies)
-    return Batch(logp.requires_grad_(), *others, mask, tokens,
-                 torch.arange(len(rows)) // group_size, toy.reward[rows].to(dtype),
-                 logits.requires_grad_(), *other_logits)
+    return Batch(
+        logp.requires_grad_(),
+        *others,
+        mask,
+        tokens,
+        torch.arange(len(rows)) // group_size,
+        toy.reward[rows].to(dtype),
+        logits.requires_grad_(),
+        *other_logits,
+    )
 
 # %% ../../nbs/auditing/01_toy.ipynb #d8eb34a8
 def token_gradients(surrogate, batch):
@@ -117,12 +138,14 @@ def token_gradients(surrogate, batch):
         raise ValueError(f"surrogate returned {got}: a tensor with one number is needed")
     if not loss.requires_grad:
         return torch.zeros_like(batch.logp), torch.zeros_like(batch.logits)
-    return torch.autograd.grad(loss.sum(), (batch.logp, batch.logits), allow_unused=True,
-                               materialize_grads=True)
+    return torch.autograd.grad(
+        loss.sum(), (batch.logp, batch.logits), allow_unused=True, materialize_grads=True
+    )
 
 # %% ../../nbs/auditing/01_toy.ipynb #a3140988
 class NotFinite(ValueError):
     "A gradient that is nan or infinite where no log-prob is."
+
 
 def sequence_gradients(surrogate, toy, rows, group_size, width=0):
     "The part of each sequence in the gradient, (B, S V), and the batch. ValueError on nan."
@@ -135,7 +158,9 @@ def sequence_gradients(surrogate, toy, rows, group_size, width=0):
     found = on_logp[steps][:, None] * score + on_logits
     found = found - p[states] * on_logits.sum(-1, keepdim=True)
     if not found.isfinite().all():
-        raise NotFinite("surrogate: its gradient is not finite on ordinary log-probs (does "
-                        "a group's deviation divide it? One response twice has none)")
+        raise NotFinite(
+            "surrogate: its gradient is not finite on ordinary log-probs (does "
+            "a group's deviation divide it? One response twice has none)"
+        )
     out = found.new_zeros(len(rows), *p.shape)
     return out.index_put((steps[0], states), found, accumulate=True).flatten(1), batch

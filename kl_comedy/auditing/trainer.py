@@ -13,33 +13,55 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
-from trl import GRPOTrainer
-
 from .audit import audit
 from .toy import END, LENGTH, V
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+from trl import GRPOTrainer
 
 # %% ../../nbs/auditing/06_trainer.ipynb #ba68669a
 def micro_tokenizer():
     "Three tokens: the end, a and b."
     return Qwen2Tokenizer(
-        vocab={"<eos>": END, "a": 1, "b": 2}, merges=[], unk_token=None, pad_token="<eos>",
-        eos_token="<eos>", padding_side="left")
+        vocab={"<eos>": END, "a": 1, "b": 2},
+        merges=[],
+        unk_token=None,
+        pad_token="<eos>",
+        eos_token="<eos>",
+        padding_side="left",
+    )
+
 
 def micro_model(seed, dtype=torch.float64):
     "One layer over `micro_tokenizer`'s tokens; the same seed gives the same weights."
     config = Qwen2Config(
-        vocab_size=V, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, intermediate_size=8, tie_word_embeddings=False,
-        initializer_range=0.6, max_position_embeddings=16, bos_token_id=None,
-        eos_token_id=END, pad_token_id=END)
+        vocab_size=V,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=8,
+        tie_word_embeddings=False,
+        initializer_range=0.6,
+        max_position_embeddings=16,
+        bos_token_id=None,
+        eos_token_id=END,
+        pad_token_id=END,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return Qwen2ForCausalLM(config).to(dtype)
 
 # %% ../../nbs/auditing/06_trainer.ipynb #ad0034d8
-def micro_trainer(trainer_class, config_class, reward, folder, policy_seed=1,
-                  dtype=torch.float64, kl=None, **settings):
+def micro_trainer(
+    trainer_class,
+    config_class,
+    reward,
+    folder,
+    policy_seed=1,
+    dtype=torch.float64,
+    kl=None,
+    **settings,
+):
     """A trainer of the model `policy_seed` against that of seed 0, which `folder` keeps.
 
     `kl`: a KLConfig for the trainers that take one. `settings`: of `config_class`.
@@ -49,11 +71,23 @@ def micro_trainer(trainer_class, config_class, reward, folder, policy_seed=1,
         micro_model(0, dtype).save_pretrained(saved)
     policy = Qwen2ForCausalLM.from_pretrained(saved, dtype=dtype)
     policy.load_state_dict(micro_model(policy_seed, dtype).state_dict())
-    args = config_class(str(folder / "out"), bf16=False, report_to="none", max_steps=1,
-                        dataloader_pin_memory=False, disable_tqdm=True, **settings)
+    args = config_class(
+        str(folder / "out"),
+        bf16=False,
+        report_to="none",
+        max_steps=1,
+        dataloader_pin_memory=False,
+        disable_tqdm=True,
+        **settings,
+    )
     built = trainer_class(
-        policy, reward, args=args, train_dataset=Dataset.from_dict({"prompt": ["ab"] * 64}),
-        processing_class=micro_tokenizer(), **({} if kl is None else {"kl": kl}))
+        policy,
+        reward,
+        args=args,
+        train_dataset=Dataset.from_dict({"prompt": ["ab"] * 64}),
+        processing_class=micro_tokenizer(),
+        **({} if kl is None else {"kl": kl}),
+    )
     built.current_gradient_accumulation_steps = args.gradient_accumulation_steps
     built.started = True  # the policy is not its reference, and must not be refused for it
     built.model.train()
@@ -70,13 +104,14 @@ def respond(built, responses, prompts):
 # %% ../../nbs/auditing/06_trainer.ipynb #b30e6dfb
 class _Pass:
     "A forward pass that returns given logits (B, T, V) at the completions' tokens."
+
     logits = None
 
     def __call__(self, input_ids, labels=None, logits_to_keep=0, **_):
         start = input_ids.shape[1] - self.completion
-        here = self.logits[:, :self.completion]
+        here = self.logits[:, : self.completion]
         logits = here.new_zeros(*input_ids.shape, V)
-        logits[:, start - 1:-1] = here
+        logits[:, start - 1 : -1] = here
         if labels is None:
             return SimpleNamespace(logits=logits[:, -logits_to_keep:])
         every = logits.log_softmax(-1).roll(1, 1)  # of each token, given those before it
@@ -89,6 +124,7 @@ class TrainerLoss:
 
     `built`: a trainer whose reward function is `rewards_of`, of an object made before it.
     """
+
     def put_into(self, built):
         "Give the trainer's models the stand-ins; returns self."
         self.built, self.policy, self.ref = built, _Pass(), _Pass()
@@ -113,6 +149,7 @@ class TrainerLoss:
 # %% ../../nbs/auditing/06_trainer.ipynb #54b5a409
 PROMPT, ROWS = "ab", 5000  # more groups than any batch of the audit has
 
+
 def trainer_loss(trainer_class, config_class, kl=None, group_size=2, **settings):
     """`TrainerLoss` of a micro trainer with these `settings`.
 
@@ -120,23 +157,51 @@ def trainer_loss(trainer_class, config_class, kl=None, group_size=2, **settings)
     """
     loss = TrainerLoss()
     with TemporaryDirectory() as folder:
-        return loss.put_into(micro_trainer(
-            trainer_class, config_class, loss.rewards_of, Path(folder), kl=kl,
-            num_generations=group_size, per_device_train_batch_size=ROWS * group_size,
-            num_iterations=2, max_completion_length=LENGTH, **settings))
+        return loss.put_into(
+            micro_trainer(
+                trainer_class,
+                config_class,
+                loss.rewards_of,
+                Path(folder),
+                kl=kl,
+                num_generations=group_size,
+                per_device_train_batch_size=ROWS * group_size,
+                num_iterations=2,
+                max_completion_length=LENGTH,
+                **settings,
+            )
+        )
 
 # %% ../../nbs/auditing/06_trainer.ipynb #991f3676
-def audit_trainer(trainer_class, config_class, *, beta=0.5, group_size=2, staleness=0.1,
-                  kl=None, skip=("padding", "shapes"), **settings):
+def audit_trainer(
+    trainer_class,
+    config_class,
+    *,
+    beta=0.5,
+    group_size=2,
+    staleness=0.1,
+    kl=None,
+    skip=("padding", "shapes"),
+    **settings,
+):
     """The `Report` of a trainer's KL: TRL's own with `beta`, or ours with `kl`, a KLConfig.
 
     `settings`: of `config_class`. `skip`: as in `audit`. Raises ValueError on arguments out
     of range, and what the trainer raises when it is built.
     """
-    pair = [{"kl": kl}, {"kl": type(kl)(placement="none", beta=0)}] if kl is not None else \
-        [{"beta": beta}, {"beta": 0.0}]
-    with_kl, without = (trainer_loss(trainer_class, config_class, group_size=group_size,
-                                     **settings | extra) for extra in pair)
-    return audit(lambda batch: with_kl(batch) - without(batch),
-                 beta=beta if kl is None else kl.beta, group_size=group_size,
-                 staleness=staleness, skip=skip)
+    pair = (
+        [{"kl": kl}, {"kl": type(kl)(placement="none", beta=0)}]
+        if kl is not None
+        else [{"beta": beta}, {"beta": 0.0}]
+    )
+    with_kl, without = (
+        trainer_loss(trainer_class, config_class, group_size=group_size, **settings | extra)
+        for extra in pair
+    )
+    return audit(
+        lambda batch: with_kl(batch) - without(batch),
+        beta=beta if kl is None else kl.beta,
+        group_size=group_size,
+        staleness=staleness,
+        skip=skip,
+    )

@@ -24,8 +24,18 @@ from ..files import read_yaml
 class AuditError(ValueError):
     """A library cannot be audited. The message says which, at what step, and why."""
 
-KEYS = {"title": str, "distribution": str, "version": str, "date": str, "packages": bool,
-        "stand_ins": list, "python": list, "note": str}
+
+KEYS = {
+    "title": str,
+    "distribution": str,
+    "version": str,
+    "date": str,
+    "packages": bool,
+    "stand_ins": list,
+    "python": list,
+    "note": str,
+}
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -35,6 +45,7 @@ class Recipe:
     for our own environment. `stand_ins`: modules that are not there. `python`: versions
     that it was tried with. `note`: what a reader should know, or "".
     """
+
     name: str
     title: str
     distribution: str
@@ -51,11 +62,16 @@ def load_recipes(root):
     path = Path(root, "data", "libraries.yaml")
     found = {}
     for name, given in read_yaml(path)["run"].items():
-        wrong = {*given} ^ {*KEYS} | {key for key, kind in KEYS.items()
-                                      if key in given and type(given[key]) is not kind}
+        wrong = {*given} ^ {*KEYS} | {
+            key
+            for key, kind in KEYS.items()
+            if key in given and type(given[key]) is not kind
+        }
         if wrong:
-            raise AuditError(f"{path}: {name} needs {', '.join(KEYS)}, each of its kind; "
-                             f"wrong: {', '.join(sorted(wrong))}")
+            raise AuditError(
+                f"{path}: {name} needs {', '.join(KEYS)}, each of its kind; "
+                f"wrong: {', '.join(sorted(wrong))}"
+            )
         pins = path.parent / "libraries" / f"{name}.txt"
         if given["packages"] and not pins.is_file():
             raise AuditError(f"{name}: its pinned packages are missing: {pins}")
@@ -63,6 +79,7 @@ def load_recipes(root):
         text = pins.read_text() if given.pop("packages") else None
         found[name] = Recipe(name, **given, requirements=text)
     return found
+
 
 def choose(recipes, names):
     "The recipes of these names, all if there are none. AuditError on an unknown one."
@@ -73,9 +90,11 @@ def choose(recipes, names):
 # %% ../../nbs/auditing/08_venvs.ipynb #34993f40
 SHARED = ("torch", "numpy")
 
+
 def shared_distributions():
     "Name and version of `SHARED` here, and of all that they require, by name."
     from packaging.requirements import Requirement
+
     todo, found = list(SHARED), {}
     while todo:
         name = re.sub(r"[-_.]+", "-", todo.pop()).lower()
@@ -83,9 +102,13 @@ def shared_distributions():
             if name not in found:
                 found[name] = metadata.distribution(name)
                 needed = map(Requirement, found[name].requires or [])
-                todo += [r.name for r in needed
-                         if r.marker is None or r.marker.evaluate({"extra": ""})]
+                todo += [
+                    r.name
+                    for r in needed
+                    if r.marker is None or r.marker.evaluate({"extra": ""})
+                ]
     return found
+
 
 def link_shared(folder):
     "Link the files of `shared_distributions` into `folder`, which must not exist."
@@ -102,21 +125,25 @@ def cache_folder():
     home = Path.home() / ".cache" / "kl_comedy"
     return Path(os.environ.get("KL_COMEDY_CACHE") or home).absolute() / "audit"
 
+
 def environment_key(recipe):
     "Name of the folder of a recipe's environment."
     versions = {name: d.version for name, d in shared_distributions().items()}
     parts = [recipe.requirements, sys.version, sys.prefix, sorted(versions.items())]
     return f"{recipe.name}-{hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]}"
 
+
 LIMIT = 3600  # seconds that one step of making an environment may take
+
 
 def within(recipe, words, seconds, command, **options):
     "`subprocess.run` of a command that is stopped after so many seconds, by an AuditError."
     try:
         return subprocess.run(command, timeout=seconds, **options)
     except subprocess.TimeoutExpired:
-        raise AuditError(f"{recipe.name}: {words} took more than {seconds:g} seconds and "
-                         "was stopped") from None
+        raise AuditError(
+            f"{recipe.name}: {words} took more than {seconds:g} seconds and was stopped"
+        ) from None
 
 # %% ../../nbs/auditing/08_venvs.ipynb #d1336012
 def _step(recipe, words, command, log):
@@ -124,8 +151,11 @@ def _step(recipe, words, command, log):
     with open(log, "a", encoding="utf-8") as file:
         ran = within(recipe, words, LIMIT, command, stdout=file, stderr=subprocess.STDOUT)
     if ran.returncode:
-        lines = [x for x in log.read_text(errors="replace").splitlines()
-                 if x.strip() and not x.startswith("WARNING")]
+        lines = [
+            x
+            for x in log.read_text(errors="replace").splitlines()
+            if x.strip() and not x.startswith("WARNING")
+        ]
         errors = [x for x in lines if x.startswith("ERROR")] or lines or [""]
         offline = "connection broken" in log.read_text(errors="replace")
         shown = ("no network to the package index; " if offline else "") + errors[-1]
@@ -144,9 +174,23 @@ def build(recipe, folder, say):
     pins = folder / "requirements.txt"
     pins.write_text(recipe.requirements)
     say(f"{recipe.name}: installing {len(recipe.requirements.split())} packages")
-    _step(recipe, "pip", [python, "-m", "pip", "install", "--no-deps", "--no-input",
-                          "--disable-pip-version-check", "--ignore-requires-python",
-                          "-r", pins], log)
+    _step(
+        recipe,
+        "pip",
+        [
+            python,
+            "-m",
+            "pip",
+            "install",
+            "--no-deps",
+            "--no-input",
+            "--disable-pip-version-check",
+            "--ignore-requires-python",
+            "-r",
+            pins,
+        ],
+        log,
+    )
 
 # %% ../../nbs/auditing/08_venvs.ipynb #8ebcfa56
 def _hold(lock, recipe, say):
@@ -178,6 +222,7 @@ def prepare(recipe, say):
                 build(recipe, unfinished, say)
                 unfinished.rename(folder)
             except OSError as error:
-                raise AuditError(f"{recipe.name}: no environment can be made: "
-                                 f"{error}") from None
+                raise AuditError(
+                    f"{recipe.name}: no environment can be made: {error}"
+                ) from None
     return folder / "bin" / "python"

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-
 from ..theory.estimators import ESTIMATORS, exact_kl
 from ..theory.surrogate import kl_surrogate
 
@@ -31,16 +30,20 @@ class Policy:
     weights of a log-linear policy. Everything is float64. Raises ValueError on a horizon
     below 1, shapes that do not fit and non-finite numbers.
     """
+
     def __init__(self, parameters, next_state, horizon, features=None):
         check_count("horizon", horizon)
         self.parameters = torch.as_tensor(parameters, dtype=torch.float64).detach().clone()
         shape = next_state.shape if features is None else features.shape[-1:]
         if self.parameters.shape != shape:
-            raise ValueError(f"parameters have shape {tuple(self.parameters.shape)}: "
-                             f"{tuple(shape)} is needed")
+            raise ValueError(
+                f"parameters have shape {tuple(self.parameters.shape)}: "
+                f"{tuple(shape)} is needed"
+            )
         if not self.parameters.isfinite().all():
-            raise ValueError("parameters hold a non-finite number: only finite ones are "
-                             "allowed")
+            raise ValueError(
+                "parameters hold a non-finite number: only finite ones are allowed"
+            )
         self.next_state, self.horizon, self.features = next_state, horizon, features
         self.layers, self.children = [torch.zeros(1, dtype=torch.long)], []
         for _ in range(horizon - 1):  # reachable states, and where a step leads among them
@@ -68,11 +71,14 @@ def _check_rows(logits, longest, given):
     rows, length = 1, 0
     while length < longest and rows <= len(logits):  # V^longest may be astronomical
         length += 1
-        rows += logits.shape[-1]**length
+        rows += logits.shape[-1] ** length
     if rows != len(logits) or length < longest:
         few = "more" if length < longest else rows
-        raise ValueError(f"logits have {len(logits)} rows: {given} with {logits.shape[-1]} "
-                         f"tokens has {few} prefixes")
+        raise ValueError(
+            f"logits have {len(logits)} rows: {given} with {logits.shape[-1]} "
+            f"tokens has {few} prefixes"
+        )
+
 
 class PrefixTreePolicy(Policy):
     """Free logits for every prefix: `logits` (number of prefixes, V), root first.
@@ -80,6 +86,7 @@ class PrefixTreePolicy(Policy):
     Rows are ordered by length, then lexicographically: the children of row i are rows
     V i + 1 ... V i + V, and there are 1 + V + ... + V^(horizon - 1) rows.
     """
+
     def __init__(self, logits, horizon):
         check_count("horizon", horizon)
         _check_rows(logits, horizon - 1, f"horizon={horizon}")
@@ -94,11 +101,13 @@ def _contexts(v, order):
     child = torch.arange((full + v**order) * v).view(-1, v) + 1
     return child.where(child < full + v**order, full + (child - 1 - full * v) % v**order)
 
+
 class MarkovPolicy(Policy):
     """Free logits for every context, the last `order` tokens or all while there are fewer.
 
     `logits`: (1 + V + ... + V^order, V), contexts ordered as a prefix tree's.
     """
+
     def __init__(self, logits, order, horizon):
         check_count("order", order, 0)
         _check_rows(logits, order, f"order={order}")
@@ -119,16 +128,19 @@ def history_policy(weights, horizon):
     last token).
     """
     check_count("horizon", horizon)
-    t, ones, last = torch.meshgrid(torch.arange(horizon), torch.arange(horizon + 1),
-                                   torch.arange(2), indexing="ij")
+    t, ones, last = torch.meshgrid(
+        torch.arange(horizon), torch.arange(horizon + 1), torch.arange(2), indexing="ij"
+    )
     mean = (2 * ones - t).double() / t.clamp(min=1)
-    context = torch.stack([torch.ones_like(mean), (2 * last - 1) * (t > 0),
-                           mean * (t > 0)], -1)
+    context = torch.stack(
+        [torch.ones_like(mean), (2 * last - 1) * (t > 0), mean * (t > 0)], -1
+    )
     token = torch.arange(2)
     child = ((t[..., None] + 1) * (horizon + 1) + ones[..., None] + token) * 2 + token
     child = child.view(-1, 2)
-    return _log_linear(weights, context.view(-1, 3),
-                       child.where(child < len(child), 0), horizon)
+    return _log_linear(
+        weights, context.view(-1, 3), child.where(child < len(child), 0), horizon
+    )
 
 # %% ../../nbs/derivations/06_lab.ipynb #eb21966a
 def recent_policy(weights, horizon):
@@ -137,22 +149,35 @@ def recent_policy(weights, horizon):
     The logit of token 1 is weights . (1, y1, y2, y1 y2), with y1 the last token and y2 the
     one before, read as -1 and +1, and 0 before the first.
     """
-    y1, y2 = torch.tensor([[0, 0], [-1, 0], [1, 0], [-1, -1], [1, -1],
-                           [-1, 1], [1, 1]]).double().T
+    y1, y2 = (
+        torch.tensor([[0, 0], [-1, 0], [1, 0], [-1, -1], [1, -1], [-1, 1], [1, 1]])
+        .double()
+        .T
+    )
     context = torch.stack([torch.ones_like(y1), y1, y2, y1 * y2], -1)
     return _log_linear(weights, context, _contexts(2, 2), horizon)
 
 # %% ../../nbs/derivations/06_lab.ipynb #6ea1bd50
-TARGETS = ("sequence_reverse_kl", "token_reverse_kl", "token_forward_kl",
-           "sequence_forward_kl")
+TARGETS = (
+    "sequence_reverse_kl",
+    "token_reverse_kl",
+    "token_forward_kl",
+    "sequence_forward_kl",
+)
+
 
 def _same_space(policy, **others):
     for name, other in others.items():
-        if other is not None and (other.horizon != policy.horizon
-                                  or not torch.equal(other.next_state, policy.next_state)):
-            raise ValueError(f"{name} has other states or another horizon "
-                             f"({other.horizon}) than the policy ({policy.horizon}): "
-                             "both must agree")
+        if other is not None and (
+            other.horizon != policy.horizon
+            or not torch.equal(other.next_state, policy.next_state)
+        ):
+            raise ValueError(
+                f"{name} has other states or another horizon "
+                f"({other.horizon}) than the policy ({policy.horizon}): "
+                "both must agree"
+            )
+
 
 def occupancy(policy, probs):
     "Probability of each reachable state at each step: `horizon` vectors, forward in time."
@@ -175,8 +200,9 @@ def divergence(policy, ref, target="sequence_reverse_kl", parameters=None):
         raise ValueError(f"target={target!r}: allowed are {', '.join(TARGETS)}")
     _same_space(policy, ref=ref)
     logp, ref_logp = policy.logp(parameters), ref.logp()
-    at = occupancy(policy, ref_logp.exp() if target == "sequence_forward_kl"
-                   else logp.exp())
+    at = occupancy(
+        policy, ref_logp.exp() if target == "sequence_forward_kl" else logp.exp()
+    )
     if target.endswith("reverse_kl"):
         per_state = (logp.exp() * (logp - ref_logp)).sum(-1)
     else:
@@ -212,6 +238,7 @@ class Terms:
     `weight` a token's importance ratio. Raises ValueError if the policies have different
     states.
     """
+
     def __init__(self, policy, ref, config, behaviour=None):
         _same_space(policy, ref=ref, behaviour=behaviour)
         logp, ref_logp = policy.logp().requires_grad_(), ref.logp()
@@ -222,16 +249,21 @@ class Terms:
             self.weight = torch.where(self.p > 0, self.p / self.mu, 0)
             if not self.weight.isfinite().all():
                 s, a = (~self.weight.isfinite()).nonzero()[0].tolist()
-                raise ValueError(f"behaviour gives token {a} in state {s} probability 0, "
-                                 "the policy does not: no weight makes up for what is "
-                                 "never drawn")
+                raise ValueError(
+                    f"behaviour gives token {a} in state {s} probability 0, "
+                    "the policy does not: no weight makes up for what is "
+                    "never drawn"
+                )
         self.kl = self.slope = self.row = torch.zeros_like(self.p)
         if config.placement == "none":
             return
         exact = config.estimator == "exact"
-        kl = (exact_kl(logp, ref_logp) if exact
-              else ESTIMATORS[config.estimator](logp, ref_logp))
-        grad, = torch.autograd.grad(kl.sum(), logp)
+        kl = (
+            exact_kl(logp, ref_logp)
+            if exact
+            else ESTIMATORS[config.estimator](logp, ref_logp)
+        )
+        (grad,) = torch.autograd.grad(kl.sum(), logp)
         if config.placement in ("reward", "both"):
             self.kl = (kl.unsqueeze(-1) if exact else kl).detach().expand_as(self.p)
         if config.placement in ("loss", "both"):
@@ -240,8 +272,9 @@ class Terms:
     def gradient(self, scores, mass):
         """Logits' gradient (..., S, V): `scores` sums score coefficients,
         `mass` (..., S) rows."""
-        return (scores - self.p * scores.sum(-1, keepdim=True)
-                + mass.unsqueeze(-1) * self.row)
+        return (
+            scores - self.p * scores.sum(-1, keepdim=True) + mass.unsqueeze(-1) * self.row
+        )
 
 # %% ../../nbs/derivations/06_lab.ipynb #bd36c9f5
 def score_features(policy, terms):
@@ -268,8 +301,9 @@ def expected_gradient(policy, ref, config, behaviour=None):
     states.
     """
     terms, weighted = Terms(policy, ref, config, behaviour), config.importance == "sequence"
-    q, weight = ((terms.p, torch.ones_like(terms.p)) if weighted
-                 else (terms.mu, terms.weight))
+    q, weight = (
+        (terms.p, torch.ones_like(terms.p)) if weighted else (terms.mu, terms.weight)
+    )
     ahead = list(_estimates_ahead(policy, q, terms.kl))
     scores, mass = torch.zeros_like(q), q.new_zeros(len(q))
     at, past = q.new_ones(1), q.new_zeros(1)
@@ -280,9 +314,10 @@ def expected_gradient(policy, ref, config, behaviour=None):
         scores[layer] += weight[layer] * (credit[config.credit] + flow * terms.slope[layer])
         mass[layer] += (weight[layer] * flow).sum(-1)
         if child is not None:
-            at, past = (q.new_zeros(child.max() + 1)
-                        .index_add_(0, child.flatten(), x.flatten())
-                        for x in (flow, before + own))
+            at, past = (
+                q.new_zeros(child.max() + 1).index_add_(0, child.flatten(), x.flatten())
+                for x in (flow, before + own)
+            )
     return policy.pull_back(terms.gradient(scores, mass))
 
 # %% ../../nbs/derivations/06_lab.ipynb #1a0ff30e
@@ -299,8 +334,14 @@ def enumerated_gradients(policy, ref, config, behaviour=None):
     parameters = policy.parameters.clone().requires_grad_()
     for s, a, mu in zip(states, tokens, mu_logp):
         logp = policy.logp(parameters)
-        loss = kl_surrogate(logp[s, a][None], ref_logp[s, a][None], mask, config, mu[None],
-                            exact_kl(logp[s], ref_logp[s])[None])
+        loss = kl_surrogate(
+            logp[s, a][None],
+            ref_logp[s, a][None],
+            mask,
+            config,
+            mu[None],
+            exact_kl(logp[s], ref_logp[s])[None],
+        )
         grads += torch.autograd.grad(loss, parameters)
     return mu_logp.sum(-1).exp(), torch.stack(grads)
 
@@ -312,11 +353,14 @@ def named_objective(gradient, policy, ref):
     "zero" if it vanishes and "none of these" if nothing fits, to 1e-9 of its own norm or
     of the sequence-level reverse KL's gradient, whichever is larger.
     """
-    exact = {target.replace("_", " ").replace(" kl", " KL"):
-             exact_gradient(policy, ref, target) for target in TARGETS}
+    exact = {
+        target.replace("_", " ").replace(" kl", " KL"): exact_gradient(policy, ref, target)
+        for target in TARGETS
+    }
     size = max(gradient.norm(), exact["sequence reverse KL"].norm())
-    exact |= {f"{a} - {b}": exact[a] - exact[b]
-              for a, b in itertools.permutations(exact, 2)}
+    exact |= {
+        f"{a} - {b}": exact[a] - exact[b] for a, b in itertools.permutations(exact, 2)
+    }
     for name, candidate in {"zero": torch.zeros_like(gradient), **exact}.items():
         if (gradient - candidate).norm() <= 1e-9 * size:
             return name
@@ -370,8 +414,9 @@ def _sum_scores(terms, visits, trials, config):
             own = kl.index_select(0, row)
             credit = own if config.credit == "token" else credit + own
         if in_reward:
-            credits.index_add_(0, cells, credit if config.importance == "none"
-                               else credit * w)
+            credits.index_add_(
+                0, cells, credit if config.importance == "none" else credit * w
+            )
     credits = credits.view(trials, states, v)
     if not in_loss:
         return credits, credits.new_zeros(trials, states)
@@ -405,8 +450,10 @@ def sample_gradients(policy, ref, config, n_sequences, n_trials, seed, behaviour
     sizes = [min(per_chunk, n_trials - done) for done in range(0, n_trials, per_chunk)]
 
     def chunk(trials, seed):
-        sampler, rng = (policy if behaviour is None else behaviour,
-                        np.random.default_rng(seed))
+        sampler, rng = (
+            policy if behaviour is None else behaviour,
+            np.random.default_rng(seed),
+        )
         visits = sample(sampler, trials * n_sequences, rng)
         sums = _sum_scores(terms, visits, trials, config)
         return _parameter_gradient(policy, terms, *sums) / n_sequences

@@ -38,8 +38,9 @@ def base_rates(table, runs):
     """
     drawn = table.merge(runs[["run", "policy", "seed"]])
     drawn = drawn.drop_duplicates(["policy", "seed", "prompt"])
-    return drawn.groupby(["policy", "prompt"]).agg(rate=("pass_rate", "mean"),
-                                                   n=("n_samples", "sum"))
+    return drawn.groupby(["policy", "prompt"]).agg(
+        rate=("pass_rate", "mean"), n=("n_samples", "sum")
+    )
 
 
 def below_optimum(pass_rate, beta, passed, kl):

@@ -5,7 +5,6 @@ __all__ = ['gradient_variance', 'sampled_statistics']
 
 # %% ../../nbs/derivations/07_variance.ipynb #bfa2d696
 import torch
-
 from .gradients import Terms, expected_gradient, occupancy, score_features
 
 # %% ../../nbs/derivations/07_variance.ipynb #2678a130
@@ -66,7 +65,8 @@ def gradient_variance(policy, ref, config, behaviour=None, leave_one_out=None):
         if child is not None:
             moment = moment.flatten(0, 1)
             moment = moment.new_zeros(child.max() + 1, *moment.shape[1:]).index_add_(
-                0, child.flatten(), moment)
+                0, child.flatten(), moment
+            )
     mean = expected_gradient(policy, ref, config, behaviour)
     return (moment[..., 3, 3].sum() - mean.square().sum() + extra).item()
 
@@ -78,17 +78,22 @@ def _check_group(size, config, behaviour):
     if isinstance(size, bool) or not isinstance(size, int) or size < 2:
         raise ValueError(f"leave_one_out={size!r}: a group size of at least 2 is allowed")
     if behaviour is not None:
-        raise ValueError(f"leave_one_out={size}: implemented on-policy only, "
-                         "behaviour=None is needed")
+        raise ValueError(
+            f"leave_one_out={size}: implemented on-policy only, behaviour=None is needed"
+        )
     if config.placement not in ("reward", "both"):
-        raise ValueError(f"leave_one_out={size}: placement={config.placement!r} has no "
-                         "estimate in the reward to subtract a baseline from")
+        raise ValueError(
+            f"leave_one_out={size}: placement={config.placement!r} has no "
+            "estimate in the reward to subtract a baseline from"
+        )
 
 # %% ../../nbs/derivations/07_variance.ipynb #854b6510
 def _credit_moments(policy, terms, credit):
     "Mean and second moment of what the score of each step is multiplied by, (T,) each."
-    at, steps = (occupancy(policy, terms.p),
-                 list(zip(policy.layers, [*policy.children, None])))
+    at, steps = (
+        occupancy(policy, terms.p),
+        list(zip(policy.layers, [*policy.children, None])),
+    )
     mean, square, ahead = [], [], None
     for d, (layer, child) in zip(reversed(at), reversed(steps)):
         k, p = terms.kl[layer], terms.p[layer]
@@ -114,10 +119,11 @@ def _leave_one_out(policy, terms, scores, credit):
         flow = flow[None]
         if t:
             flow = torch.cat([live[:, :, None] * p[layer][..., None], flow])
-        cross[:t + 1, t] = torch.einsum("tsvp,sv->tp", flow, terms.kl[layer])
+        cross[: t + 1, t] = torch.einsum("tsvp,sv->tp", flow, terms.kl[layer])
         if child is not None:
             live = flow.new_zeros(t + 1, child.max() + 1, flow.shape[-1]).index_add_(
-                1, child.flatten(), flow.flatten(1, 2))
+                1, child.flatten(), flow.flatten(1, 2)
+            )
     if credit != "token":
         cross = cross.flip(1).cumsum(1).flip(1)  # E[f_t sum_{v >= u} K_v]
         whole = cross.diagonal().T[:, None].expand_as(cross)  # u < t: the past has no part
@@ -151,7 +157,13 @@ def sampled_statistics(gradients, exact):
     cosine = torch.cosine_similarity(gradients.flatten(1), exact.flatten()[None])
     total = cov.trace().clamp(min=torch.finfo(cov.dtype).tiny)  # no spread has no error
     std_se = (cov.square().sum() / (2 * (n - 1) * total)).sqrt()
-    values = {"bias": mean.norm(), "bias_low": low, "bias_high": high,
-              "std": cov.trace().sqrt(), "std_se": std_se,
-              "cosine": cosine.mean(), "cosine_se": cosine.std() / n**0.5}
+    values = {
+        "bias": mean.norm(),
+        "bias_low": low,
+        "bias_high": high,
+        "std": cov.trace().sqrt(),
+        "std_se": std_se,
+        "cosine": cosine.mean(),
+        "cosine_se": cosine.std() / n**0.5,
+    }
     return {name: value.item() for name, value in values.items()}

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 
 import torch
-from torch.nn.functional import pad, silu
+from torch.nn.functional import silu
 from transformers import Qwen2ForCausalLM
 
 # %% ../../nbs/policies/04_decoding.ipynb #745441ae
@@ -20,16 +20,23 @@ def supported(model):
     if type(model) is not Qwen2ForCausalLM:
         return False
     config, heads = model.config, model.config.num_attention_heads
-    plain = all(type(part).__module__.startswith(("torch.", "transformers."))
-                for part in model.modules())  # else an adapter's
+    plain = all(
+        type(part).__module__.startswith(("torch.", "transformers."))
+        for part in model.modules()
+    )  # else an adapter's
     mixed = hasattr(model, "_original_forward")  # accelerate's mark
-    return (plain and not mixed
-            and model.device.type == "cpu" and model.dtype == torch.float32
-            and sum(weight.numel() for weight in model.parameters()) <= SMALL
-            and config.num_key_value_heads == heads
-            and model.model.layers[0].self_attn.head_dim == config.hidden_size // heads
-            and config.rope_parameters["rope_type"] == "default"
-            and config.hidden_act == "silu" and not config.use_sliding_window)
+    return (
+        plain
+        and not mixed
+        and model.device.type == "cpu"
+        and model.dtype == torch.float32
+        and sum(weight.numel() for weight in model.parameters()) <= SMALL
+        and config.num_key_value_heads == heads
+        and model.model.layers[0].self_attn.head_dim == config.hidden_size // heads
+        and config.rope_parameters["rope_type"] == "default"
+        and config.hidden_act == "silu"
+        and not config.use_sliding_window
+    )
 
 # %% ../../nbs/policies/04_decoding.ipynb #915eb7eb
 def rms(x, eps):
@@ -40,6 +47,7 @@ def rms(x, eps):
 
 class _Layers:
     "The weights of a `supported` model, put together, and the keys and values of its rows."
+
     def __init__(self, model, rows, length):
         config, body = model.config, model.model
         self.heads, self.eps = config.num_attention_heads, config.rms_norm_eps
@@ -61,8 +69,13 @@ class _Layers:
         weight = torch.cat([q.weight[rows] * scale, k.weight[rows], v.weight])
         bias = torch.cat([q.bias[rows] * scale, k.bias[rows], v.bias])
         gate = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        return ((weight * layer.input_layernorm.weight).T, bias, attend.o_proj.weight.T,
-                (gate * layer.post_attention_layernorm.weight).T, mlp.down_proj.weight.T)
+        return (
+            (weight * layer.input_layernorm.weight).T,
+            bias,
+            attend.o_proj.weight.T,
+            (gate * layer.post_attention_layernorm.weight).T,
+            mlp.down_proj.weight.T,
+        )
 
     def attend(self, x, layer, turns, start, bias):
         "What the tokens from `start` on read from those before them: (rows * tokens, D)."
@@ -96,15 +109,17 @@ class _Layers:
 # %% ../../nbs/policies/04_decoding.ipynb #81694b3f
 class Decoder(_Layers):
     "The prefixes that have been read, in order, and what it takes to read on."
+
     def read(self, ids, attention_mask):
         "Logits after prompts, (B, V); they are (B, T), padded on the left."
         rows, self.length = ids.shape
         unread = torch.zeros(rows, 1, 1, self.cache.shape[-2], dtype=torch.bool)
-        unread[..., :self.length] = (attention_mask == 0)[:, None, None]
+        unread[..., : self.length] = (attention_mask == 0)[:, None, None]
         self.hidden = torch.zeros(unread.shape).masked_fill_(unread, -torch.inf)
         later = torch.full((self.length, self.length), -torch.inf).triu(1)
-        seen = (self.hidden[..., :self.length] + later).diagonal_scatter(
-            torch.zeros(rows, 1, self.length), dim1=2, dim2=3)  # padding sees itself
+        seen = (self.hidden[..., : self.length] + later).diagonal_scatter(
+            torch.zeros(rows, 1, self.length), dim1=2, dim2=3
+        )  # padding sees itself
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
         self.position = positions[:, -1:]
         return self(ids, positions, 0, seen)
@@ -112,19 +127,23 @@ class Decoder(_Layers):
     def add(self, before, token):
         "Logits after `token`, (N,), where `before`, (N,), says which prefix came first."
         if not torch.equal(before, torch.arange(len(self.position))):
-            read = self.cache[:, :, before, :, :self.length]  # not the room after it
+            read = self.cache[:, :, before, :, : self.length]  # not the room after it
             self.cache = read.new_empty(*read.shape[:-2], *self.cache.shape[-2:])
-            self.cache[..., :self.length, :] = read
+            self.cache[..., : self.length, :] = read
             self.hidden, self.position = self.hidden[before], self.position[before]
         self.position, self.length = self.position + 1, self.length + 1
         return self(token[:, None], self.position, self.length - 1, self.hidden)
 
 # %% ../../nbs/policies/04_decoding.ipynb #9aa96cc1
-def draw(model, input_ids, logits_processor, stopping_criteria, generation_config,
-         **model_kwargs):
+def draw(
+    model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs
+):
     "`input_ids`, (B, T), and what `model` draws after them. For `custom_generate`."
-    for name, only in (("do_sample", True), ("num_beams", 1),
-                       ("return_dict_in_generate", False)):
+    for name, only in (
+        ("do_sample", True),
+        ("num_beams", 1),
+        ("return_dict_in_generate", False),
+    ):
         if (value := getattr(generation_config, name)) != only:
             raise ValueError(f"{name}={value!r}: only {only!r} is drawn here")
     (rows, start), ids = input_ids.shape, input_ids
@@ -170,18 +189,24 @@ def fast_decoding(model):
 # %% ../../nbs/policies/04_decoding.ipynb #7cae6806
 def once(forward):
     "`forward` of a model, to which each of the equal rows of a batch is given once."
+
     @wraps(forward)
     def shared(**inputs):
         rows = {name: x for name, x in inputs.items() if torch.is_tensor(x)}
         different, where = torch.cat([x.long() for x in rows.values()], 1).unique(
-            dim=0, return_inverse=True)
+            dim=0, return_inverse=True
+        )
         if len(different) == len(where):
             return forward(**inputs)
         parts = different.split([x.shape[1] for x in rows.values()], 1)
         found = forward(**inputs | dict(zip(rows, parts)))
-        every = {name: x.index_select(0, where) for name, x in found.items()
-                 if torch.is_tensor(x) and x.shape[:1] == different.shape[:1]}
+        every = {
+            name: x.index_select(0, where)
+            for name, x in found.items()
+            if torch.is_tensor(x) and x.shape[:1] == different.shape[:1]
+        }
         return type(found)(**every)
+
     return shared
 
 

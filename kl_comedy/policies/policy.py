@@ -19,18 +19,25 @@ from itertools import groupby
 from pathlib import Path
 from statistics import fmean, stdev
 
-import torch
-from torch.distributions import Categorical
-from transformers import (AutoModelForCausalLM, AutoTokenizer, BatchEncoding,
-                          GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase,
-                          Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer)
-from trl.data_utils import is_conversational
-
 import kl_comedy
+import torch
 from .decoding import equal_rows_once, fast_decoding
-from ..theory.estimators import exact_kl, k1
 from ..tasks.characters import check_answers
 from ..tasks.verifier import Problem
+from ..theory.estimators import exact_kl, k1
+from torch.distributions import Categorical
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BatchEncoding,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2Tokenizer,
+)
+from trl.data_utils import is_conversational
 
 # %% ../../nbs/policies/01_policy.ipynb #c805ccf7
 PAD, EOS = "<pad>", "<eos>"
@@ -40,37 +47,60 @@ MAX_NEW_TOKENS = 40  # the longest demonstration has 34, with the end of sequenc
 
 def tokenizer() -> Qwen2Tokenizer:
     "The tokenizer of the base policy: 32 symbols, padding on the left."
-    return Qwen2Tokenizer(vocab={symbol: i for i, symbol in enumerate(SYMBOLS)}, merges=[],
-                          unk_token=None, pad_token=PAD, eos_token=EOS, padding_side="left",
-                          model_max_length=64)
+    return Qwen2Tokenizer(
+        vocab={symbol: i for i, symbol in enumerate(SYMBOLS)},
+        merges=[],
+        unk_token=None,
+        pad_token=PAD,
+        eos_token=EOS,
+        padding_side="left",
+        model_max_length=64,
+    )
 
 # %% ../../nbs/policies/01_policy.ipynb #136fdbba
 def new_policy(seed: int) -> Qwen2ForCausalLM:
     "An untrained policy whose weights `seed` decides; the global random state is kept."
     config = Qwen2Config(
-        vocab_size=len(SYMBOLS), hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=4, intermediate_size=192, tie_word_embeddings=True,
-        initializer_range=.07, max_position_embeddings=64, bos_token_id=None,
-        eos_token_id=SYMBOLS.index(EOS), pad_token_id=SYMBOLS.index(PAD))
+        vocab_size=len(SYMBOLS),
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=192,
+        tie_word_embeddings=True,
+        initializer_range=0.07,
+        max_position_embeddings=64,
+        bos_token_id=None,
+        eos_token_id=SYMBOLS.index(EOS),
+        pad_token_id=SYMBOLS.index(PAD),
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
     model.generation_config = GenerationConfig(
-        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MAX_NEW_TOKENS,
-        eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id)
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=MAX_NEW_TOKENS,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+    )
     return model.eval()
 
 # %% ../../nbs/policies/01_policy.ipynb #16aa79a6
-def check_fit(path: str, model: PreTrainedModel, tok: PreTrainedTokenizerBase,
-              report: dict) -> None:
+def check_fit(
+    path: str, model: PreTrainedModel, tok: PreTrainedTokenizerBase, report: dict
+) -> None:
     "ValueError when a loaded model lacks weights or its tokenizer does not fit it."
     lacking = sorted(map(str, [*report["missing_keys"], *report["mismatched_keys"]]))
     size = model.get_input_embeddings().num_embeddings
     if lacking:
         raise ValueError(f"the policy at {path!r} lacks weights: {', '.join(lacking[:3])}")
     if len(tok) > size:
-        raise ValueError(f"the tokenizer at {path!r} has {len(tok)} symbols, "
-                         f"the model {size}")
+        raise ValueError(
+            f"the tokenizer at {path!r} has {len(tok)} symbols, the model {size}"
+        )
     if tok.eos_token_id is None:
         raise ValueError(f"the tokenizer at {path!r} has no end-of-sequence token")
 
@@ -84,8 +114,9 @@ BASE_POLICY = BASE_POLICIES[0]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 # %% ../../nbs/policies/01_policy.ipynb #dfc8f22a
-def load_policy(path: str | Path = BASE_POLICY, dtype: str = "float32"
-                ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_policy(
+    path: str | Path = BASE_POLICY, dtype: str = "float32"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, padding on the left.
 
     `path`: a folder, or the id of a model on the hub. `dtype` of the weights: float32 or
@@ -97,13 +128,19 @@ def load_policy(path: str | Path = BASE_POLICY, dtype: str = "float32"
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            where, dtype=DTYPES[dtype], use_safetensors=True, trust_remote_code=False,
-            ignore_mismatched_sizes=True, output_loading_info=True)
+            where,
+            dtype=DTYPES[dtype],
+            use_safetensors=True,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
         tok = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
     except OSError as error:
         raise FileNotFoundError(
             f"no policy at {where!r}: a folder with config.json, model.safetensors and "
-            "tokenizer.json, or the id of a model on the hub, is needed") from error
+            "tokenizer.json, or the id of a model on the hub, is needed"
+        ) from error
     except ValueError as error:
         raise ValueError(f"the policy at {where!r} cannot be loaded: {error}") from error
     check_fit(where, model, tok, report)
@@ -112,8 +149,9 @@ def load_policy(path: str | Path = BASE_POLICY, dtype: str = "float32"
     return model.eval(), tok
 
 # %% ../../nbs/policies/01_policy.ipynb #914dbde2
-def save_policy(model: PreTrainedModel, tok: PreTrainedTokenizerBase, path: str | Path,
-                card: str) -> None:
+def save_policy(
+    model: PreTrainedModel, tok: PreTrainedTokenizerBase, path: str | Path, card: str
+) -> None:
     "Write the model, its tokenizer and a model card as a folder that transformers loads."
     path = Path(path)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
@@ -130,10 +168,13 @@ def turn_end(tok: PreTrainedTokenizerBase) -> int | None:
     if tok.chat_template is None:
         return None
     talk = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    asked, whole = (tok.apply_chat_template(
-        part, tokenize=True, return_dict=True, add_generation_prompt=len(part) == 1)
-        for part in (talk[:1], talk))
-    answer = whole["input_ids"][len(asked["input_ids"]):]
+    asked, whole = (
+        tok.apply_chat_template(
+            part, tokenize=True, return_dict=True, add_generation_prompt=len(part) == 1
+        )
+        for part in (talk[:1], talk)
+    )
+    answer = whole["input_ids"][len(asked["input_ids"]) :]
     special = {*tok.all_special_ids}
     return next((i for i in answer if i in special), None)
 
@@ -146,8 +187,13 @@ def end_tokens(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> list[int
 
 # %% ../../nbs/policies/01_policy.ipynb #1c4ed538
 @contextmanager
-def sampling(model: PreTrainedModel, tok: PreTrainedTokenizerBase, seed: int,
-             temperature: float, max_new_tokens: int = MAX_NEW_TOKENS) -> Iterator[None]:
+def sampling(
+    model: PreTrainedModel,
+    tok: PreTrainedTokenizerBase,
+    seed: int,
+    temperature: float,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+) -> Iterator[None]:
     "Inside, `model.generate` draws from the whole distribution, decided by `seed`."
     if not isinstance(max_new_tokens, int) or max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be 1 or more, got {max_new_tokens!r}")
@@ -159,9 +205,14 @@ def sampling(model: PreTrainedModel, tok: PreTrainedTokenizerBase, seed: int,
         torch.manual_seed(seed)
         model.eval()
         model.generation_config = GenerationConfig(
-            do_sample=True, temperature=float(temperature), top_k=0, top_p=1.0,
-            max_new_tokens=max_new_tokens, eos_token_id=end_tokens(model, tok),
-            pad_token_id=tok.pad_token_id)
+            do_sample=True,
+            temperature=float(temperature),
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=end_tokens(model, tok),
+            pad_token_id=tok.pad_token_id,
+        )
         try:
             with fast_decoding(model):
                 yield
@@ -176,10 +227,18 @@ def encode(tok: PreTrainedTokenizerBase, prompts: list) -> BatchEncoding:
         raise ValueError("prompts must be all texts or all conversations, got both")
     if kinds == {True}:
         if tok.chat_template is None:
-            raise ValueError("the tokenizer has no chat template, and the prompts are "
-                             "conversations: as_text makes plain prompts of them")
-        return tok.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True,
-                                       return_dict=True, padding=True, return_tensors="pt")
+            raise ValueError(
+                "the tokenizer has no chat template, and the prompts are "
+                "conversations: as_text makes plain prompts of them"
+            )
+        return tok.apply_chat_template(
+            prompts,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            padding=True,
+            return_tensors="pt",
+        )
     encoded = tok(prompts, padding=True, return_tensors="pt")
     texts = tok.batch_decode(encoded.input_ids, skip_special_tokens=True)
     for prompt, text in zip(prompts, texts, strict=True):
@@ -191,9 +250,12 @@ def encode(tok: PreTrainedTokenizerBase, prompts: list) -> BatchEncoding:
 BATCH = 256  # completions drawn at once
 
 
-def complete(model: PreTrainedModel, tok: PreTrainedTokenizerBase, prompts: list,
-             batch_size: int = BATCH
-             ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+def complete(
+    model: PreTrainedModel,
+    tok: PreTrainedTokenizerBase,
+    prompts: list,
+    batch_size: int = BATCH,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """A completion of each prompt, in batches: `(ids, attention, completion)`, all (B, T).
 
     `completion` is true on the tokens drawn, the end included, `attention` on these and
@@ -201,39 +263,58 @@ def complete(model: PreTrainedModel, tok: PreTrainedTokenizerBase, prompts: list
     """
     ends = torch.tensor(end_tokens(model, tok), device=model.device)
     for start in range(0, len(prompts), batch_size):
-        asked, times = zip(*((prompt, len([*equal])) for prompt, equal
-                             in groupby(prompts[start:start + batch_size])))
+        asked, times = zip(
+            *(
+                (prompt, len([*equal]))
+                for prompt, equal in groupby(prompts[start : start + batch_size])
+            )
+        )
         encoded, times = encode(tok, [*asked]).to(model.device), torch.tensor(times)
-        encoded = BatchEncoding({name: x.repeat_interleave(times.to(x.device), 0)
-                                 for name, x in encoded.items()})
+        encoded = BatchEncoding(
+            {
+                name: x.repeat_interleave(times.to(x.device), 0)
+                for name, x in encoded.items()
+            }
+        )
         ids = model.generate(**encoded)
-        ended = torch.isin(ids[:, encoded.input_ids.shape[1]:], ends).long()
+        ended = torch.isin(ids[:, encoded.input_ids.shape[1] :], ends).long()
         drawn = ended.cumsum(1) - ended == 0
         read = encoded.attention_mask.bool()
         yield ids, torch.cat([read, drawn], 1), torch.cat([read & False, drawn], 1)
 
 # %% ../../nbs/policies/01_policy.ipynb #573ad42f
-def completion_logits(model: PreTrainedModel, ids: torch.Tensor, attention: torch.Tensor,
-                      completion: torch.Tensor) -> torch.Tensor:
+def completion_logits(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    attention: torch.Tensor,
+    completion: torch.Tensor,
+) -> torch.Tensor:
     """The logits from which the completion tokens were drawn, (number of them, V).
 
     In float32 at least, whatever the dtype of the weights.
     """
     positions = (attention.cumsum(1) - 1).clamp(min=0)
     with equal_rows_once(model):
-        logits = model(input_ids=ids, attention_mask=attention.long(),
-                       position_ids=positions, use_cache=False).logits
+        logits = model(
+            input_ids=ids,
+            attention_mask=attention.long(),
+            position_ids=positions,
+            use_cache=False,
+        ).logits
     logits = logits[:, :-1][completion[:, 1:]]
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 # %% ../../nbs/policies/01_policy.ipynb #c4be160e
-def decode(tok: PreTrainedTokenizerBase, ids: torch.Tensor, completion: torch.Tensor
-           ) -> list[str]:
+def decode(
+    tok: PreTrainedTokenizerBase, ids: torch.Tensor, completion: torch.Tensor
+) -> list[str]:
     "The completions of a batch as text, without special tokens."
     different, where = torch.cat([ids, completion], 1).unique(dim=0, return_inverse=True)
     ids, completion = different.chunk(2, 1)
-    texts = [tok.decode(row[drawn], skip_special_tokens=True)
-             for row, drawn in zip(ids, completion.bool())]
+    texts = [
+        tok.decode(row[drawn], skip_special_tokens=True)
+        for row, drawn in zip(ids, completion.bool())
+    ]
     return [texts[i] for i in where.tolist()]
 
 
@@ -245,10 +326,16 @@ def check_request(problems: list[Problem], n_samples: int) -> None:
         raise ValueError(f"n_samples must be 1 or more, got {n_samples!r}")
 
 # %% ../../nbs/policies/01_policy.ipynb #f98dad5b
-def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-           problems: list[Problem], n_samples: int, seed: int, temperature: float = 1.0,
-           max_new_tokens: int = MAX_NEW_TOKENS, batch_size: int = BATCH
-           ) -> list[list[str]]:
+def sample(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[Problem],
+    n_samples: int,
+    seed: int,
+    temperature: float = 1.0,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    batch_size: int = BATCH,
+) -> list[list[str]]:
     """n_samples completions of each problem, as text; the same ones for the same seed.
 
     A completion has at most max_new_tokens; batch_size of them are drawn at once.
@@ -259,23 +346,32 @@ def sample(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
     with sampling(model, tokenizer, seed, temperature, max_new_tokens):
         for ids, _, completion in complete(model, tokenizer, prompts, batch_size):
             texts += decode(tokenizer, ids, completion)
-    return [texts[i:i + n_samples] for i in range(0, len(texts), n_samples)]
+    return [texts[i : i + n_samples] for i in range(0, len(texts), n_samples)]
 
 # %% ../../nbs/policies/01_policy.ipynb #7303b61b
-def measure_part(model: PreTrainedModel, tok: PreTrainedTokenizerBase, ids: torch.Tensor,
-                 attention: torch.Tensor, completion: torch.Tensor,
-                 ref_model: PreTrainedModel | None) -> dict[str, float]:
+def measure_part(
+    model: PreTrainedModel,
+    tok: PreTrainedTokenizerBase,
+    ids: torch.Tensor,
+    attention: torch.Tensor,
+    completion: torch.Tensor,
+    ref_model: PreTrainedModel | None,
+) -> dict[str, float]:
     "What `measure` adds up, of completions whose logits are held at once."
     logits = completion_logits(model, ids, attention, completion)
     tokens = ids[:, 1:][completion[:, 1:]]
     ends = torch.tensor(end_tokens(model, tok), device=ids.device)
-    sums = {"length": len(tokens),
-            "truncated": len(ids) - int(torch.isin(tokens, ends).sum()),
-            "entropy": Categorical(logits=logits).entropy().sum().item()}
+    sums = {
+        "length": len(tokens),
+        "truncated": len(ids) - int(torch.isin(tokens, ends).sum()),
+        "entropy": Categorical(logits=logits).entropy().sum().item(),
+    }
     if ref_model is not None:
         ref_logits = completion_logits(ref_model, ids, attention, completion)
-        logp, ref_logp = (torch.log_softmax(x, -1).gather(1, tokens[:, None])
-                          for x in (logits, ref_logits))
+        logp, ref_logp = (
+            torch.log_softmax(x, -1).gather(1, tokens[:, None])
+            for x in (logits, ref_logits)
+        )
         sums["kl"] = exact_kl(logits, ref_logits).sum().item()
         sums["kl_k1"] = k1(logp, ref_logp).sum().item()
     return sums
@@ -284,9 +380,14 @@ def measure_part(model: PreTrainedModel, tok: PreTrainedTokenizerBase, ids: torc
 HELD = 2**28  # logits that are held at once, of one model
 
 
-def measure(model: PreTrainedModel, tok: PreTrainedTokenizerBase, ids: torch.Tensor,
-            attention: torch.Tensor, completion: torch.Tensor,
-            ref_model: PreTrainedModel | None) -> Counter:
+def measure(
+    model: PreTrainedModel,
+    tok: PreTrainedTokenizerBase,
+    ids: torch.Tensor,
+    attention: torch.Tensor,
+    completion: torch.Tensor,
+    ref_model: PreTrainedModel | None,
+) -> Counter:
     "Sums over the completions of a batch of what `evaluate` averages."
     vocabulary = model.config.get_text_config().vocab_size
     rows, sums = max(1, HELD // (ids.shape[1] * vocabulary)), Counter()
@@ -295,13 +396,19 @@ def measure(model: PreTrainedModel, tok: PreTrainedTokenizerBase, ids: torch.Ten
     return sums
 
 # %% ../../nbs/policies/01_policy.ipynb #29d742cf
-def pass_rates(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-               problems: list[Problem], n_samples: int, seed: int,
-               max_new_tokens: int = MAX_NEW_TOKENS, batch_size: int = BATCH
-               ) -> list[float]:
+def pass_rates(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[Problem],
+    n_samples: int,
+    seed: int,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    batch_size: int = BATCH,
+) -> list[float]:
     "The share of n_samples completions of each problem, at temperature 1, that are right."
-    texts = sample(model, tokenizer, problems, n_samples, seed, 1.0, max_new_tokens,
-                   batch_size)
+    texts = sample(
+        model, tokenizer, problems, n_samples, seed, 1.0, max_new_tokens, batch_size
+    )
     asked = [problem for problem in problems for _ in range(n_samples)]
     verdicts = check_answers(asked, [text for each in texts for text in each])
     return shares(verdicts, n_samples)
@@ -310,13 +417,19 @@ def pass_rates(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
 def shares(verdicts: list[str], n_samples: int) -> list[float]:
     "The share of right answers to each problem, which has n_samples."
     right = [verdict == "right" for verdict in verdicts]
-    return [fmean(right[i:i + n_samples]) for i in range(0, len(right), n_samples)]
+    return [fmean(right[i : i + n_samples]) for i in range(0, len(right), n_samples)]
 
 
-def evaluate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
-             problems: list[Problem], n_samples: int, seed: int,
-             ref_model: PreTrainedModel | None = None,
-             max_new_tokens: int = MAX_NEW_TOKENS, batch_size: int = BATCH) -> dict:
+def evaluate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    problems: list[Problem],
+    n_samples: int,
+    seed: int,
+    ref_model: PreTrainedModel | None = None,
+    max_new_tokens: int = MAX_NEW_TOKENS,
+    batch_size: int = BATCH,
+) -> dict:
     """How a policy does on problems at temperature 1, from n_samples completions of each.
 
     `pass_at_1` with `pass_at_1_se`, its standard error over problems; `pass_rates`, one a
@@ -334,9 +447,13 @@ def evaluate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase,
             sums.update(measure(model, tokenizer, *batch, ref_model))
     verdicts = check_answers(asked, texts)
     rates = shares(verdicts, n_samples)
-    return {"pass_at_1": fmean(rates), "pass_rates": rates,
-            "pass_at_1_se": stdev(rates) / len(rates)**.5 if len(rates) > 1 else math.nan,
-            "n_problems": len(problems), "n_samples": n_samples,
-            "verdicts": Counter(verdicts),
-            "entropy": sums.pop("entropy") / sums["length"],
-            **{name: total / len(asked) for name, total in sums.items()}}
+    return {
+        "pass_at_1": fmean(rates),
+        "pass_rates": rates,
+        "pass_at_1_se": stdev(rates) / len(rates) ** 0.5 if len(rates) > 1 else math.nan,
+        "n_problems": len(problems),
+        "n_samples": n_samples,
+        "verdicts": Counter(verdicts),
+        "entropy": sums.pop("entropy") / sums["length"],
+        **{name: total / len(asked) for name, total in sums.items()},
+    }

@@ -14,28 +14,43 @@ from pathlib import Path
 from random import Random
 
 import torch
+from .policy import completion_logits
+from ..tasks.characters import demonstration, problems
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .policy import completion_logits
-from ..tasks.characters import demonstration, problems
-
 # %% ../../nbs/policies/05_sft.ipynb #67481853
-MIXTURE = {"sum": .26, "backward": .14, "wrap": .12, "add": .16, "subtract": .12,
-           "sort": .08, "reverse": .06, "countdown": .06}
+MIXTURE = {
+    "sum": 0.26,
+    "backward": 0.14,
+    "wrap": 0.12,
+    "add": 0.16,
+    "subtract": 0.12,
+    "sort": 0.08,
+    "reverse": 0.06,
+    "countdown": 0.06,
+}
 
 
-def sft_batch(tok: PreTrainedTokenizerBase, seed: int, step: int, batch_size: int
-              ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sft_batch(
+    tok: PreTrainedTokenizerBase, seed: int, step: int, batch_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     "The demonstrations of a step: `(ids, attention, completion)`, each (batch_size, T)."
     rng = Random(f"{seed}/{step}")
     drawn = Counter(rng.choices(list(MIXTURE), list(MIXTURE.values()), k=batch_size))
-    asked = [problem for name in MIXTURE if drawn[name]
-             for problem in problems(name, "train", drawn[name], seed=rng.getrandbits(32))]
+    asked = [
+        problem
+        for name in MIXTURE
+        if drawn[name]
+        for problem in problems(name, "train", drawn[name], seed=rng.getrandbits(32))
+    ]
     answers = [demonstration(problem, rng) + tok.eos_token for problem in asked]
-    encoded = tok([problem.prompt + answer for problem, answer in zip(asked, answers)],
-                  padding=True, return_tensors="pt")
+    encoded = tok(
+        [problem.prompt + answer for problem, answer in zip(asked, answers)],
+        padding=True,
+        return_tensors="pt",
+    )
     lengths = torch.tensor([len(ids) for ids in tok(answers)["input_ids"]])
     columns = torch.arange(encoded.input_ids.shape[1])
     completion = columns >= len(columns) - lengths[:, None]  # padding is on the left
@@ -44,17 +59,24 @@ def sft_batch(tok: PreTrainedTokenizerBase, seed: int, step: int, batch_size: in
 # %% ../../nbs/policies/05_sft.ipynb #28ee7c87
 def learning_rate(step: int, steps: int, peak: float) -> float:
     "The rate of a step counted from 0: linear warm-up over 50 steps times cosine to 5%."
-    return peak * min(1, (step + 1) / 50) * (.525 + .475 * math.cos(math.pi * step / steps))
+    return (
+        peak * min(1, (step + 1) / 50) * (0.525 + 0.475 * math.cos(math.pi * step / steps))
+    )
 
 
 def sft_optimizer(model: PreTrainedModel) -> torch.optim.AdamW:
     "AdamW over all parameters; `sft_step` sets the learning rate."
-    return torch.optim.AdamW(model.parameters(), betas=(.9, .98), weight_decay=.01,
-                             fused=True)
+    return torch.optim.AdamW(
+        model.parameters(), betas=(0.9, 0.98), weight_decay=0.01, fused=True
+    )
 
 # %% ../../nbs/policies/05_sft.ipynb #50f130f7
-def sft_step(model: PreTrainedModel, optimizer: torch.optim.AdamW,
-             batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor], lr: float) -> dict:
+def sft_step(
+    model: PreTrainedModel,
+    optimizer: torch.optim.AdamW,
+    batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lr: float,
+) -> dict:
     """Update a policy on a batch of demonstrations.
 
     Returns the loss before the update, nats a completion token, and the gradient norm
@@ -63,7 +85,8 @@ def sft_step(model: PreTrainedModel, optimizer: torch.optim.AdamW,
     ids, _, completion = batch
     model.train()
     loss = torch.nn.functional.cross_entropy(
-        completion_logits(model, *batch), ids[:, 1:][completion[:, 1:]])
+        completion_logits(model, *batch), ids[:, 1:][completion[:, 1:]]
+    )
     optimizer.zero_grad()
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -78,8 +101,13 @@ def sft_step(model: PreTrainedModel, optimizer: torch.optim.AdamW,
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def save_state(path: str | Path, model: PreTrainedModel, optimizer: torch.optim.AdamW,
-               step: int, recipe: dict) -> None:
+def save_state(
+    path: str | Path,
+    model: PreTrainedModel,
+    optimizer: torch.optim.AdamW,
+    step: int,
+    recipe: dict,
+) -> None:
     "Write weights, moments, the number of steps done and the recipe, whole or not at all."
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,8 +122,9 @@ def save_state(path: str | Path, model: PreTrainedModel, optimizer: torch.optim.
     os.replace(fresh, path)
 
 # %% ../../nbs/policies/05_sft.ipynb #23db8b6f
-def load_state(path: str | Path, model: PreTrainedModel, optimizer: torch.optim.AdamW,
-               recipe: dict) -> int:
+def load_state(
+    path: str | Path, model: PreTrainedModel, optimizer: torch.optim.AdamW, recipe: dict
+) -> int:
     """Restore what `save_state` wrote and return the number of steps done.
 
     Returns 0 and changes nothing when there is no file. Raises ValueError when the file was
@@ -106,11 +135,14 @@ def load_state(path: str | Path, model: PreTrainedModel, optimizer: torch.optim.
     with safe_open(path, "pt") as file:
         header = file.metadata()
         if json.loads(header["recipe"]) != recipe:
-            raise ValueError(f"{path} was written under the recipe {header['recipe']}, "
-                             f"not {json.dumps(recipe, sort_keys=True)}")
+            raise ValueError(
+                f"{path} was written under the recipe {header['recipe']}, "
+                f"not {json.dumps(recipe, sort_keys=True)}"
+            )
         step = int(header["step"])
         for name, weight in model.named_parameters():
             weight.data.copy_(file.get_tensor(name))
             optimizer.state[weight] = {"step": torch.tensor(float(step))} | {
-                moment: file.get_tensor(f"{moment}:{name}") for moment in MOMENTS}
+                moment: file.get_tensor(f"{moment}:{name}") for moment in MOMENTS
+            }
     return step

@@ -15,16 +15,19 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-
+from ..files import FileError, read_yaml
 from scipy.stats import binomtest
 from scipy.stats import t as student
 
-from ..files import FileError, read_yaml
-
 # %% ../../nbs/report/02_claims.ipynb #ff4153e6
-NEEDS = {"objective": {"sweep", "label"}, "exact": {"sweep", "column", "a", "b"},
-         "unstable": {"a"}, "stable": {"a"}, "greater": {"metric", "a", "b"},
-         "alike": {"metric", "within", "a", "b"}}
+NEEDS = {
+    "objective": {"sweep", "label"},
+    "exact": {"sweep", "column", "a", "b"},
+    "unstable": {"a"},
+    "stable": {"a"},
+    "greater": {"metric", "a", "b"},
+    "alike": {"metric", "within", "a", "b"},
+}
 MAY = {"objective": {"is", "is_not"}}
 
 # %% ../../nbs/report/02_claims.ipynb #2c0beb0c
@@ -37,23 +40,28 @@ def read_claims(path):
         raise FileError(f"{path}: {', '.join(sorted(lacking))} missing")
     for claim in content["claims"]:
         if lacking := {"id", "claim", "rule", "checks"} - set(claim):
-            raise FileError(f"{path}: claim {claim.get('id')}: "
-                             f"{', '.join(sorted(lacking))} missing")
+            raise FileError(
+                f"{path}: claim {claim.get('id')}: {', '.join(sorted(lacking))} missing"
+            )
         for check in claim["checks"]:
             kind = check.get("kind")
             if kind not in NEEDS:
-                raise FileError(f"{path}: {claim['id']}: kind={kind!r}; allowed are "
-                                 f"{', '.join(NEEDS)}")
+                raise FileError(
+                    f"{path}: {claim['id']}: kind={kind!r}; allowed are {', '.join(NEEDS)}"
+                )
             keys = set(check) - {"kind"}
             if keys - MAY.get(kind, set()) != NEEDS[kind]:
-                raise FileError(f"{path}: {claim['id']}: a check of kind {kind} has "
-                                 f"{', '.join(sorted(NEEDS[kind]))}, got "
-                                 f"{', '.join(sorted(keys))}")
+                raise FileError(
+                    f"{path}: {claim['id']}: a check of kind {kind} has "
+                    f"{', '.join(sorted(NEEDS[kind]))}, got "
+                    f"{', '.join(sorted(keys))}"
+                )
     return content
 
 # %% ../../nbs/report/02_claims.ipynb #c354e998
 class Records:
     "Recorded tables: `folder`/SWEEP/NAME.csv."
+
     def __init__(self, folder, rules):
         self.folder, self.rules, self.defaults = Path(folder), rules, rules["defaults"]
         self.table = cache(self.table)
@@ -104,6 +112,7 @@ class Records:
 # %% ../../nbs/report/02_claims.ipynb #b97329db
 START = ["policy", "seed"]  # what a run starts from; runs are paired by it
 
+
 def difference(a, b, level=0.95):
     """Mean of `a` less that of `b`, its interval, and the number of pairs of runs.
 
@@ -128,6 +137,7 @@ class Finding:
     `effect` with `low` and `high`: the share of unstable runs, or a difference of means,
     with its 95% interval; of an exact check the mean difference and its range.
     """
+
     words: str
     holds: bool | None = None
     effect: float = np.nan
@@ -135,8 +145,14 @@ class Finding:
     high: float = np.nan
     runs: int = 0
 
-WORDS = {"pass_sum": "pass@1 in-domain", "pass_out": "pass@1 out-of-domain",
-         "kl_forward": "forward KL", "exact_bias": "bias"}  # of columns; others as they are
+
+WORDS = {
+    "pass_sum": "pass@1 in-domain",
+    "pass_out": "pass@1 out-of-domain",
+    "kl_forward": "forward KL",
+    "exact_bias": "bias",
+}  # of columns; others as they are
+
 
 def name(side):
     "A side of a check in words."
@@ -158,6 +174,7 @@ def check_objective(check, records):
     holds = found == {check["is"]} if "is" in check else check["is_not"] not in found
     return Finding(words, holds, runs=int((table.label == check["label"]).sum()))
 
+
 def check_exact(check, records):
     "A column of an exact table is larger for `a` than for `b`, in every run."
     table = records.table(check["sweep"], "gradients")
@@ -178,9 +195,11 @@ def _share(check, records, words, holds):
     ends = binomtest(int(found.sum()), len(found)).proportion_ci(0.95)
     return Finding(words, bool(holds(found.mean())), found.mean(), *ends, len(found))
 
+
 def check_unstable(check, records):
     "At least half of the runs are unstable."
     return _share(check, records, "unstable", lambda share: share >= 0.5)
+
 
 def check_stable(check, records):
     "No run is unstable."
@@ -195,6 +214,7 @@ def _compared(check, records):
     found = difference(*sides)
     return found if found[-1] >= records.rules["at_least"] else None
 
+
 def _sides(check, how):
     "The two sides in words; a beta that they share is said once."
     a, b = name(check["a"]), name(check["b"])
@@ -202,12 +222,14 @@ def _sides(check, how):
     a = a.removesuffix(beta) if b.endswith(beta) else a
     return f"{WORDS.get(check['metric'], check['metric'])}: {a} {how} {b}"
 
+
 def check_greater(check, records):
     "The interval of the difference lies above 0."
     words = _sides(check, "above")
     if (found := _compared(check, records)) is None:
         return Finding(words)
     return Finding(words, bool(found[1] > 0), *found)
+
 
 def check_alike(check, records):
     "The interval of the difference lies within `within` of 0."
@@ -218,8 +240,15 @@ def check_alike(check, records):
     return Finding(words, bool(holds), *found)
 
 # %% ../../nbs/report/02_claims.ipynb #ff1556d6
-CHECKS = {"objective": check_objective, "exact": check_exact, "unstable": check_unstable,
-          "stable": check_stable, "greater": check_greater, "alike": check_alike}
+CHECKS = {
+    "objective": check_objective,
+    "exact": check_exact,
+    "unstable": check_unstable,
+    "stable": check_stable,
+    "greater": check_greater,
+    "alike": check_alike,
+}
+
 
 def verdict(findings):
     "Of a claim, from its findings."
@@ -228,14 +257,16 @@ def verdict(findings):
         return "not yet run"
     return "reproduced" if all(holds) else "partly" if any(holds) else "not reproduced"
 
+
 def judge(path, folder, ids=()):
     """Every claim of the file at `path` by the runs recorded in `folder`: a list of tuples
     (claim, verdict, findings). `ids`: only these. Raises FileError."""
     content = read_claims(path)
     known = [claim["id"] for claim in content["claims"]]
     if unknown := set(ids) - set(known):
-        raise FileError(f"no claim {', '.join(sorted(unknown))}; there are "
-                         f"{', '.join(known)}")
+        raise FileError(
+            f"no claim {', '.join(sorted(unknown))}; there are {', '.join(known)}"
+        )
     records, judged = Records(folder, content), []
     for claim in content["claims"]:
         if not ids or claim["id"] in ids:
@@ -246,30 +277,51 @@ def judge(path, folder, ids=()):
 # %% ../../nbs/report/02_claims.ipynb #b7b74c54
 def as_table(judged):
     "One row a check, for printing."
-    return pd.DataFrame([
-        {"id": claim["id"], "verdict": word, "check": finding.words,
-         "holds": {None: "not run", True: "yes", False: "no"}[finding.holds],
-         "effect": finding.effect, "low": finding.low, "high": finding.high,
-         "runs": finding.runs}
-        for claim, word, findings in judged for finding in findings])
+    return pd.DataFrame(
+        [
+            {
+                "id": claim["id"],
+                "verdict": word,
+                "check": finding.words,
+                "holds": {None: "not run", True: "yes", False: "no"}[finding.holds],
+                "effect": finding.effect,
+                "low": finding.low,
+                "high": finding.high,
+                "runs": finding.runs,
+            }
+            for claim, word, findings in judged
+            for finding in findings
+        ]
+    )
+
 
 def scales(folder):
     "The scale at which each sweep was recorded: a dict."
-    return {path.parent.name: pd.read_csv(path).scale.iloc[0]
-            for path in sorted(Path(folder).glob("*/runs.csv"))}
+    return {
+        path.parent.name: pd.read_csv(path).scale.iloc[0]
+        for path in sorted(Path(folder).glob("*/runs.csv"))
+    }
 
 # %% ../../nbs/report/02_claims.ipynb #1982d5f1
-SIZES = {"objective": "n = {n}",
-         "exact": "{effect:+.3g} [{low:+.3g}, {high:+.3g}], n = {n}"}
+SIZES = {
+    "objective": "n = {n}",
+    "exact": "{effect:+.3g} [{low:+.3g}, {high:+.3g}], n = {n}",
+}
 SIZES["stable"] = SIZES["unstable"] = (
-    "{bad:.0f} of {n} runs unstable [{low:.0%}, {high:.0%}]")
+    "{bad:.0f} of {n} runs unstable [{low:.0%}, {high:.0%}]"
+)
 SIZES["greater"] = SIZES["alike"] = "{effect:+.3f} [{low:+.3f}, {high:+.3f}], n = {n}"
+
 
 def _said(check, finding):
     "A finding in words, with its size, its interval in brackets and its number of runs."
     size = SIZES[check["kind"]].format(
-        effect=finding.effect, low=finding.low, high=finding.high, n=finding.runs,
-        bad=finding.effect * finding.runs)
+        effect=finding.effect,
+        low=finding.low,
+        high=finding.high,
+        n=finding.runs,
+        bad=finding.effect * finding.runs,
+    )
     return f"{finding.words} ({size})"
 
 # %% ../../nbs/report/02_claims.ipynb #f8b0edb5
@@ -283,9 +335,15 @@ def beside(path, folder, ids):
         said = {True: [], False: [], None: []}
         for check, finding in zip(claim["checks"], findings):
             said[finding.holds].append(
-                finding.words if finding.holds is None else _said(check, finding))
-        parts = [f"{start}: {'; '.join(some)}." for start, some in zip(
-            ("Holds", "Does not hold", "Not yet run"), said.values()) if some]
-        paragraphs.append(f"**{claim['id']}, the paper:** {claim['claim']} **Here, at "
-                          f"scale {scale}: {word}.** {' '.join(parts)}")
+                finding.words if finding.holds is None else _said(check, finding)
+            )
+        parts = [
+            f"{start}: {'; '.join(some)}."
+            for start, some in zip(("Holds", "Does not hold", "Not yet run"), said.values())
+            if some
+        ]
+        paragraphs.append(
+            f"**{claim['id']}, the paper:** {claim['claim']} **Here, at "
+            f"scale {scale}: {word}.** {' '.join(parts)}"
+        )
     return "\n\n".join(paragraphs)

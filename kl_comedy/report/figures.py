@@ -14,19 +14,26 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import seaborn as sns
+from ..theory.surrogate import CHOICES, KLConfig
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
 from matplotlib.layout_engine import PlaceHolderLayoutEngine
 
-from ..theory.surrogate import CHOICES, KLConfig
-
 # %% ../../nbs/report/01_figures.ipynb #8095371e
 COLOURS = {
-    ("k1", "reward"): "#0a93fe", ("k1", "loss"): "#095cc9", ("k1", "both"): "#15248b",
-    ("k2", "reward"): "#607e56", ("k2", "loss"): "#1a5a17", ("k2", "both"): "#6d9b7b",
-    ("k3", "reward"): "#5f1b03", ("k3", "loss"): "#d87e3c", ("k3", "both"): "#b05b07",
-    ("exact", "reward"): "#9b7ab5", ("exact", "loss"): "#865982",
-    ("exact", "both"): "#45235f"}
+    ("k1", "reward"): "#0a93fe",
+    ("k1", "loss"): "#095cc9",
+    ("k1", "both"): "#15248b",
+    ("k2", "reward"): "#607e56",
+    ("k2", "loss"): "#1a5a17",
+    ("k2", "both"): "#6d9b7b",
+    ("k3", "reward"): "#5f1b03",
+    ("k3", "loss"): "#d87e3c",
+    ("k3", "both"): "#b05b07",
+    ("exact", "reward"): "#9b7ab5",
+    ("exact", "loss"): "#865982",
+    ("exact", "both"): "#45235f",
+}
 NO_KL = "#555555"
 MARKERS = {"k1": "o", "k2": "s", "k3": "^", "exact": "D"}
 DASHES = {"reward": "-", "loss": (0, (5, 2)), "both": (0, (5, 1.5, 1, 1.5))}
@@ -43,14 +50,18 @@ def _by_label():
             found[config.label] = config
     return found
 
+
 LABELS = _by_label()
+
 
 def _config(config):
     if isinstance(config, KLConfig):
         return config
     if config not in LABELS:
-        raise ValueError(f"label={config!r}: the label of a KLConfig is needed, "
-                         "such as 'K1 in reward' or 'no KL'")
+        raise ValueError(
+            f"label={config!r}: the label of a KLConfig is needed, "
+            "such as 'K1 in reward' or 'no KL'"
+        )
     return LABELS[config]
 
 # %% ../../nbs/report/01_figures.ipynb #a5326429
@@ -59,27 +70,47 @@ def colour(config):
     config = _config(config)
     return COLOURS.get((config.estimator, config.placement), NO_KL)
 
+
 def line_style(config):
     "Keywords of `ax.plot` that tell a `KLConfig` or label from all others, in grey too."
     config, c = _config(config), colour(config)
     if config.placement == "none":
         return {"color": c, "linestyle": (0, (1, 1.2)), "linewidth": 1.6, "marker": ""}
-    return {"color": c, "linestyle": DASHES[config.placement],
-            "linewidth": WIDTHS[config.importance], "marker": MARKERS[config.estimator],
-            "markersize": 4.5, "markeredgecolor": c, "fillstyle": FILLS[config.credit],
-            "markerfacecolor": "white" if config.credit == "to_go" else c,
-            "markerfacecoloralt": "white"}
+    return {
+        "color": c,
+        "linestyle": DASHES[config.placement],
+        "linewidth": WIDTHS[config.importance],
+        "marker": MARKERS[config.estimator],
+        "markersize": 4.5,
+        "markeredgecolor": c,
+        "fillstyle": FILLS[config.credit],
+        "markerfacecolor": "white" if config.credit == "to_go" else c,
+        "markerfacecoloralt": "white",
+    }
 
 # %% ../../nbs/report/01_figures.ipynb #7ed276c5
 def style():
     "Set the theme of all figures: small, quiet, for print and screen."
-    sns.set_theme(context="paper", style="ticks", rc={
-        "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
-        "axes.titlesize": 9, "axes.labelsize": 9, "axes.linewidth": 0.7,
-        "xtick.labelsize": 8, "xtick.major.width": 0.7,
-        "ytick.labelsize": 8, "ytick.major.width": 0.7, "figure.facecolor": "white",
-        "figure.constrained_layout.use": True, "figure.constrained_layout.w_pad": 0.08,
-        "figure.dpi": 110})
+    sns.set_theme(
+        context="paper",
+        style="ticks",
+        rc={
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.titlelocation": "left",
+            "axes.titlesize": 9,
+            "axes.labelsize": 9,
+            "axes.linewidth": 0.7,
+            "xtick.labelsize": 8,
+            "xtick.major.width": 0.7,
+            "ytick.labelsize": 8,
+            "ytick.major.width": 0.7,
+            "figure.facecolor": "white",
+            "figure.constrained_layout.use": True,
+            "figure.constrained_layout.w_pad": 0.08,
+            "figure.dpi": 110,
+        },
+    )
 
 # %% ../../nbs/report/01_figures.ipynb #693983c2
 def spread(wanted, gap, low=-np.inf, high=np.inf):
@@ -123,10 +154,25 @@ def label_ends(ax, size=7.5):
     places = spread([y for *_, y in ends], 1.2 * size / height, 0, 1)
     for (line, x, y), place in zip(ends, places):
         dark = tuple(0.7 * np.array(to_rgb(line.get_color())))  # small text needs contrast
-        ax.annotate(line.get_label(), (x, y), (1.05, place), xycoords="axes fraction",
-                    textcoords="axes fraction", va="center", fontsize=size, color=dark,
-                    annotation_clip=False, arrowprops={"arrowstyle": "-", "lw": 0.5,
-                    "color": dark, "relpos": (0, 0.5), "patchA": None, "shrinkB": 3})
+        ax.annotate(
+            line.get_label(),
+            (x, y),
+            (1.05, place),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            fontsize=size,
+            color=dark,
+            annotation_clip=False,
+            arrowprops={
+                "arrowstyle": "-",
+                "lw": 0.5,
+                "color": dark,
+                "relpos": (0, 0.5),
+                "patchA": None,
+                "shrinkB": 3,
+            },
+        )
     return ax
 
 # %% ../../nbs/report/01_figures.ipynb #adebcd07
@@ -163,6 +209,7 @@ def _band(values):
     draws = np.random.default_rng(0).integers(runs, size=(1000, runs))
     return np.percentile(values[:, draws].mean(-1), [2.5, 97.5], axis=1)
 
+
 def mean_lines(df, x, y, ax, by="label", names=True):
     """Draw the mean of `y` against `x`, a curve and 95% band a label; returns `ax`.
 
@@ -177,10 +224,16 @@ def mean_lines(df, x, y, ax, by="label", names=True):
         for _, same in points.groupby(points.map(len)):  # those of as many runs, at once
             ends.loc[same.index] = _band(np.array(same.tolist())).T
         every = max(1, len(points) // 8)
-        ax.plot(points.index, points.map(np.mean), label=label,
-                markevery=(i % every, every), **look)
-        ax.fill_between(points.index, ends.low, ends.high, color=look["color"], alpha=0.15,
-                        linewidth=0)
+        ax.plot(
+            points.index,
+            points.map(np.mean),
+            label=label,
+            markevery=(i % every, every),
+            **look,
+        )
+        ax.fill_between(
+            points.index, ends.low, ends.high, color=look["color"], alpha=0.15, linewidth=0
+        )
     ax.set(xlabel=x, ylabel=y)
     return label_ends(ax) if names else ax
 
@@ -205,8 +258,11 @@ def gradient_panel(df, ax, ylabel=""):
             ax.plot(x, seen["exact"], label=f"_{label}", **{**look, "marker": ""})
             look = {**look, "linestyle": ""}
         ax.plot(x, rows["value"], label=label, **look)
-    ax.set(xlabel="sequence length T", ylabel=ylabel,
-           ylim=(shown.min().min() / 2, df["high"].max() * 2))
+    ax.set(
+        xlabel="sequence length T",
+        ylabel=ylabel,
+        ylim=(shown.min().min() / 2, df["high"].max() * 2),
+    )
     ax.set_xticks(x := sorted(df["horizon"].unique()), labels=x)
     return label_ends(ax)
 
@@ -241,14 +297,18 @@ def save(fig, out_dir, name):
 # %% ../../nbs/report/01_figures.ipynb #1a765ee6
 def write_table(df, out_dir, name):
     "Write `df`, no index, to name.csv (6 digits) and .md (3 digits); returns the paths."
+
     def cell(v):
         if isinstance(v, float):
             return "" if np.isnan(v) else f"{v:.3g}"
         return str(v).replace("|", "\\|")
+
     rule = ["---:" if pd.api.types.is_numeric_dtype(df[c]) else "---" for c in df]
     body = (map(cell, row) for row in df.itertuples(index=False))
     rows = [map(cell, df.columns), rule, *body]
     lines = "".join(f"| {' | '.join(row)} |\n" for row in rows)
     csv = df.to_csv(index=False, float_format="%.6g", lineterminator="\n")
-    return [_write(Path(out_dir) / f"{name}{suffix}", text.encode())
-            for suffix, text in ((".csv", csv), (".md", lines))]
+    return [
+        _write(Path(out_dir) / f"{name}{suffix}", text.encode())
+        for suffix, text in ((".csv", csv), (".md", lines))
+    ]

@@ -9,7 +9,6 @@ __all__ = ['locked', 'Job', 'die_with_parent', 'execute', 'papermill_error', 'ex
 # %% ../../nbs/study/04_batch.ipynb #b5956757
 import fcntl
 import hashlib
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -21,13 +20,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import pandas as pd
-
 import kl_comedy
+import pandas as pd
 from ..files import write_atomic
 from kl_comedy.study.runs import (
-    FINISHED, RESERVED, RunError, collect, read_lines, read_status, write_params,
-    write_status)
+    FINISHED,
+    RESERVED,
+    RunError,
+    collect,
+    read_lines,
+    read_status,
+    write_params,
+    write_status,
+)
 from .sweeps import SweepError, load_sweeps, plan
 
 # %% ../../nbs/study/04_batch.ipynb #a8c9f1a9
@@ -61,8 +66,11 @@ class Job:
         """True if this job has been done, with these inputs, and its tables are there."""
         status = read_status(self.folder)
         tables = (self.folder / f"{name}.csv" for name in status.get("tables", "").split())
-        return (status["state"] in FINISHED and status.get("inputs", "") == self.inputs
-                and all(table.exists() for table in tables))
+        return (
+            status["state"] in FINISHED
+            and status.get("inputs", "") == self.inputs
+            and all(table.exists() for table in tables)
+        )
 
 # %% ../../nbs/study/04_batch.ipynb #ce8c66be
 def die_with_parent():
@@ -92,14 +100,17 @@ def execute(job, device=None):
 # %% ../../nbs/study/04_batch.ipynb #d6c63e60
 def papermill_error(job):
     """Execute the notebook of `job` with papermill; returns its error's line, or ''."""
-    import papermill  # takes a second, which only workers spend
-
     import kl_comedy.study.forks  # noqa: F401, for papermill to know it
+    import papermill  # takes a second, which only workers spend
 
     try:
         papermill.execute_notebook(
-            job.notebook, job.folder / "run.ipynb", job.parameters, progress_bar=False,
-            engine_name="in_process")
+            job.notebook,
+            job.folder / "run.ipynb",
+            job.parameters,
+            progress_bar=False,
+            engine_name="in_process",
+        )
     except papermill.PapermillExecutionError as error:
         return f"{error.ename}: {' '.join(error.evalue.split())}"
     return ""
@@ -124,7 +135,7 @@ def execute_notebook(job):
 # %% ../../nbs/study/04_batch.ipynb #a102d0b8
 def settle(job, exitcode):
     """Record `job` as failed if its worker died before it could do so itself."""
-    with locked(job.folder):                      # what it left behind ends first
+    with locked(job.folder):  # what it left behind ends first
         if read_status(job.folder)["state"] in ("absent", "running", "damaged"):
             cause = f"its process ended with exit code {exitcode}: killed, or out of memory"
             write_status(job.folder, "failed", cause=cause)
@@ -152,7 +163,8 @@ def run_all(queue, workers, ended, waiting, devices=()):
     context = multiprocessing.get_context("forkserver")
     known = [] if devices else modules({job.notebook for job in queue})
     context.set_forkserver_preload(
-        ["kl_comedy.study.batch", "kl_comedy.study.forks", *known])
+        ["kl_comedy.study.batch", "kl_comedy.study.forks", *known]
+    )
     active, free = {}, [*devices] or [None] * workers
     try:
         while queue or active:
@@ -177,9 +189,17 @@ def run_all(queue, workers, ended, waiting, devices=()):
 def run_jobs(sweep, scale, runs_dir, threads):
     """The jobs of the runs of `sweep` at `scale`, in order."""
     parent = Path(runs_dir, sweep.name)
-    return [Job(sweep.name, name, sweep.notebook, parent / name,
-                parameters | {"run_dir": str(parent / name)}, threads)
-            for name, parameters in plan(sweep, scale).items()]
+    return [
+        Job(
+            sweep.name,
+            name,
+            sweep.notebook,
+            parent / name,
+            parameters | {"run_dir": str(parent / name)},
+            threads,
+        )
+        for name, parameters in plan(sweep, scale).items()
+    ]
 
 # %% ../../nbs/study/04_batch.ipynb #dd0fcc72
 def gallery_job(sweep, scale, runs_dir, threads):
@@ -208,9 +228,11 @@ def duration(seconds):
 def outcome(job):
     """One line on how `job` ended: its state, time and summary, or its cause of failure."""
     status = read_status(job.folder)
-    summary = [f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-               for name, value in status.items()
-               if name not in RESERVED | {"cause"}]
+    summary = [
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in status.items()
+        if name not in RESERVED | {"cause"}
+    ]
     took = [duration(status["seconds"])] if "seconds" in status else []
     words = [status["state"], *took, *summary[:4], status.get("cause", "")]
     return f"{job.sweep}  {job.name}  " + "  ".join(word for word in words if word)
@@ -248,7 +270,11 @@ def plan_gpus(sweeps, scale, root, workers, only):
     if not any(sweep.gpus(scale) for sweep in sweeps):
         return []
     from kl_comedy.study.cost import (
-        check_gpus, costs, gpus, show_costs)  # seconds, for torch
+        check_gpus,  # seconds, for torch
+        costs,
+        gpus,
+        show_costs,
+    )
 
     table = costs(sweeps, scale, root)
     show_costs(table)
@@ -264,8 +290,9 @@ def check_folder(runs_dir):
         Path(runs_dir).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=runs_dir).close()
     except OSError as error:
-        raise SweepError(f"runs directory {runs_dir} cannot be written: "
-                         f"{error.strerror}") from None
+        raise SweepError(
+            f"runs directory {runs_dir} cannot be written: {error.strerror}"
+        ) from None
 
 
 def check_record(folder, scale):
@@ -273,8 +300,10 @@ def check_record(folder, scale):
     if (folder / "runs.csv").exists():
         there = set(pd.read_csv(folder / "runs.csv", usecols=["scale"])["scale"])
         if there != {scale}:
-            raise SweepError(f"{folder} holds the record of scale {', '.join(there)}: "
-                             f"delete it to record {scale}")
+            raise SweepError(
+                f"{folder} holds the record of scale {', '.join(there)}: "
+                f"delete it to record {scale}"
+            )
 
 # %% ../../nbs/study/04_batch.ipynb #b5619a46
 def record_tables(paths, folder):
@@ -335,11 +364,14 @@ def show_summary(jobs):
     """Print a table of the runs, and each failure with its cause and its notebook."""
     rows = [{"sweep": job.sweep, "run": job.name} | read_status(job.folder) for job in jobs]
     table = pd.DataFrame(rows).drop(
-        columns=["version", "cause", "inputs", "tables"], errors="ignore")
+        columns=["version", "cause", "inputs", "tables"], errors="ignore"
+    )
     print(table.to_string(index=False, na_rep="", float_format="{:.4g}".format))
     for job in [job for job in jobs if not job.is_finished]:
-        print(f"FAILED {job.sweep}/{job.name}: {read_status(job.folder).get('cause')}\n"
-              f"       see {near(job.folder / 'run.ipynb')}")
+        print(
+            f"FAILED {job.sweep}/{job.name}: {read_status(job.folder).get('cause')}\n"
+            f"       see {near(job.folder / 'run.ipynb')}"
+        )
 
 # %% ../../nbs/study/04_batch.ipynb #f58fc8dd
 def run_sweeps(sweeps, jobs, settings, workers, record_dir, devices):
@@ -367,8 +399,7 @@ def run_sweeps(sweeps, jobs, settings, workers, record_dir, devices):
     return galleries
 
 # %% ../../nbs/study/04_batch.ipynb #0e8c13ea
-def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False,
-              only=False):
+def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False, only=False):
     """Make the runs of the sweeps `names` (if empty, all) at `scale`, then their figures.
 
     Runs that are finished are left as they are. `workers` runs at a time share the cores.
@@ -377,14 +408,16 @@ def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False,
     Raises SweepError before any work if the request cannot be carried out."""
     sweeps = {sweep.name: sweep for sweep in load_sweeps(root, scale, names)}
     runs_dir = Path(runs_dir or Path(root, "runs")).resolve()
-    if workers is None:                    # a benchmark or a run on a GPU wants to be alone
+    if workers is None:  # a benchmark or a run on a GPU wants to be alone
         workers = 1 if scale in ("bench", "paper") else min(4, os.cpu_count())
     if workers < 1:
         raise SweepError(f"jobs must be 1 or more, got {workers}")
     other = [s.name for s in sweeps.values() if s.gallery != s.drawn_by(scale)]
     if record and other:
-        raise SweepError(f"{', '.join(other)} cannot be recorded at scale {scale}: the "
-                         "figures read another scale in data/runs")
+        raise SweepError(
+            f"{', '.join(other)} cannot be recorded at scale {scale}: the "
+            "figures read another scale in data/runs"
+        )
     devices = plan_gpus(sweeps.values(), scale, root, workers, only)
     if only:
         for sweep in sweeps.values():
@@ -400,8 +433,11 @@ def reproduce(root, scale, names=(), runs_dir=None, workers=None, record=False,
     jobs = {name: run_jobs(sweep, *settings) for name, sweep in sweeps.items()}
     runs = [job for some in jobs.values() for job in some]
     done = sum(job.is_finished for job in runs)
-    print(f"{len(runs)} runs of {', '.join(sweeps)} at scale {scale}: {done} done already, "
-          f"{len(runs) - done} to do, {workers} at a time", flush=True)
+    print(
+        f"{len(runs)} runs of {', '.join(sweeps)} at scale {scale}: {done} done already, "
+        f"{len(runs) - done} to do, {workers} at a time",
+        flush=True,
+    )
     galleries = run_sweeps(sweeps, jobs, settings, workers, record_dir, devices)
     show_summary(runs + galleries)
     show_files(sweeps.values(), scale, runs_dir, record_dir)
@@ -418,7 +454,10 @@ def survey(runs_dir):
         if status["state"] == "running" and (path.parent / "run.log").exists():
             with locked(path.parent, wait=False, mode="rb") as log:
                 status["state"] = "interrupted" if log else "running"
-        rows.append({"sweep": path.parts[-3], "run": path.parts[-2]}
-                    | last_line(path.parent) | status)
+        rows.append(
+            {"sweep": path.parts[-3], "run": path.parts[-2]}
+            | last_line(path.parent)
+            | status
+        )
     columns = ["sweep", "run", "state", "step", "reward", "kl", "seconds", "cause"]
     return pd.DataFrame(rows, columns=columns)

@@ -9,23 +9,23 @@ __all__ = ['PROMPT', 'LOST', 'B200', 'H200', 'UTILISATION', 'Model', 'model_of',
 # %% ../../nbs/study/06_cost.ipynb #1f8321c2
 import os
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
-
+from ..files import read_yaml
+from .sweeps import SweepError, plan
 from ..tasks.math import MATH2_SIZE
 from ..tasks.mmlu import SUBJECTS
 from ..theory.surrogate import KLConfig
-from ..files import read_yaml
-from .sweeps import SweepError, plan
+from transformers import AutoConfig, AutoModelForCausalLM
 
 # %% ../../nbs/study/06_cost.ipynb #e20c9de6
 @dataclass(frozen=True)
 class Model:
     "Numbers that decide the cost. `cache`: keys and values of one token, in all layers."
+
     parameters: int
     layers: int
     hidden: int
@@ -34,7 +34,7 @@ class Model:
     cache: int
 
 # %% ../../nbs/study/06_cost.ipynb #5b3951a3
-@lru_cache(maxsize=None)
+@cache
 def model_of(policy, root):
     """The `Model` of a policy: a folder of data/ in `root`, any folder, or a known id.
 
@@ -47,22 +47,32 @@ def model_of(policy, root):
     elif policy in known:
         config = AutoConfig.for_model(**known[policy])
     else:
-        raise SweepError(f"policy {policy!r}: no folder with a config.json, and its size "
-                         f"is not in data/models.yaml, which has: {', '.join(known)}")
+        raise SweepError(
+            f"policy {policy!r}: no folder with a config.json, and its size "
+            f"is not in data/models.yaml, which has: {', '.join(known)}"
+        )
     with torch.device("meta"):
         count = AutoModelForCausalLM.from_config(config).num_parameters()
     width = getattr(config, "head_dim", None)
     width = width or config.hidden_size // config.num_attention_heads
     cache = 2 * config.num_hidden_layers * config.num_key_value_heads * width
-    return Model(count, config.num_hidden_layers, config.hidden_size,
-                 config.intermediate_size, config.vocab_size, cache)
+    return Model(
+        count,
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.vocab_size,
+        cache,
+    )
 
 # %% ../../nbs/study/06_cost.ipynb #462a4fbb
 PROMPT = 256  # tokens allowed for a prompt: an allowance, as prompts are not known here
 
+
 @dataclass(frozen=True)
 class Load:
     "What the parameters of a run come to. Lengths are in tokens, `weight` in bytes."
+
     responses: int
     rows: int
     draw_rows: int
@@ -96,14 +106,20 @@ def load_of(run):
     late += SUBJECTS.values() if run["mmlu_source"] is not None else []
     late = sum(min(run["eval_problems"], size) for size in late)
     return Load(
-        responses, rows, run["draw_rows"] or responses * run["minibatches"],
-        run["max_length"] or 40, 2 if run["dtype"] == "bfloat16" else 4,
+        responses,
+        rows,
+        run["draw_rows"] or responses * run["minibatches"],
+        run["max_length"] or 40,
+        2 if run["dtype"] == "bfloat16" else 4,
         3 + bool(run["gradient_checkpointing"]) + kl.active + scored,
-        tests, problems * (run["eval_samples"] * (tests - 1) + run["final_samples"]),
-        late * run["final_samples"])
+        tests,
+        problems * (run["eval_samples"] * (tests - 1) + run["final_samples"]),
+        late * run["final_samples"],
+    )
 
 # %% ../../nbs/study/06_cost.ipynb #338ff039
 LOST = 1.05  # an assumption
+
 
 def memory(model, run, gpu):
     "Bytes by what they are for; their sum is what a run needs of the GPU at its peak."
@@ -120,18 +136,25 @@ def memory(model, run, gpu):
         share = run["vllm_gpu_memory_utilization"] or 0.3  # TRL's default
         drawing = share * gpu.memory if run["vllm_mode"] != "server" else 0
         step += drawing
-    found = {"policy": one, "gradient": one, "optimizer": 2 * one, "reference": one,
-             "working": max(step, drawing, 6 * 4 * 2**28 - one, 0)}
+    found = {
+        "policy": one,
+        "gradient": one,
+        "optimizer": 2 * one,
+        "reference": one,
+        "working": max(step, drawing, 6 * 4 * 2**28 - one, 0),
+    }
     return {name: LOST * size for name, size in found.items()}
 
 # %% ../../nbs/study/06_cost.ipynb #7b8c8407
 @dataclass(frozen=True)
 class GPU:
     "From a data sheet: bytes, operations a second (bfloat16, dense), bytes a second."
+
     name: str
     memory: float
     flops: float
     bandwidth: float
+
 
 B200 = GPU("B200", 192e9, 2.25e15, 8e12)
 H200 = GPU("H200", 141e9, 0.989e15, 4.8e12)
@@ -148,20 +171,25 @@ def work(model, run, gpu):
     base = problems // (1 if run["task"] == "math" else 8) * run["base_samples"]
     drawn = trained + load.tested + load.late + base + problems * run["eval_samples"]
     passes = trained * load.passes + 2 * load.tested + load.late + base
-    passes += drawn                                                  # prompts are read, too
-    passes += 2 * load.tests * problems * run["eval_samples"]        # of the forward KL
+    passes += drawn  # prompts are read, too
+    passes += 2 * load.tests * problems * run["eval_samples"]  # of the forward KL
     rows = load.draw_rows
     read = n * load.weight + rows * whole / 2 * model.cache * load.weight
-    token = max(2 * n * rows / gpu.flops, read / gpu.bandwidth)      # of every sequence
+    token = max(2 * n * rows / gpu.flops, read / gpu.bandwidth)  # of every sequence
     seconds = 2 * n * passes * whole / gpu.flops + drawn * load.length / rows * token
-    return {"drawn": drawn * load.length, "trained": trained * load.length,
-            "hours": seconds / UTILISATION / 3600}
+    return {
+        "drawn": drawn * load.length,
+        "trained": trained * load.length,
+        "hours": seconds / UTILISATION / 3600,
+    }
 
 # %% ../../nbs/study/06_cost.ipynb #466ee76d
 def check_run(where, run):
     "SweepError, with the value and what is allowed, on a parameter that cannot be used."
+
     def refuse(name, allowed):
         raise SweepError(f"{where}: {name} must be {allowed}, got {run[name]!r}")
+
     for name in ("rows", "draw_rows", "max_length"):
         if run[name] is not None and (type(run[name]) is not int or run[name] < 1):
             refuse(name, "1 or more, or null")
@@ -197,13 +225,19 @@ def costs(sweeps, scale, root, gpu=B200):
             check_run(f"{sweep.path.name}: scale {scale}", run)
             model = model_of(run["policy"], root)
             done = work(model, run, gpu)
-            rows.append({
-                "sweep": sweep.name, "model": run["policy"], "KL": run["placement"],
-                "steps": run["steps"],
-                "memory": sum(memory(model, run, gpu).values()) / 1e9,
-                "disk": 3 * 3 * model.parameters * load_of(run).weight / 1e9,
-                "drawn": done["drawn"] / 1e6, "trained": done["trained"] / 1e6,
-                "hours": done["hours"]})
+            rows.append(
+                {
+                    "sweep": sweep.name,
+                    "model": run["policy"],
+                    "KL": run["placement"],
+                    "steps": run["steps"],
+                    "memory": sum(memory(model, run, gpu).values()) / 1e9,
+                    "disk": 3 * 3 * model.parameters * load_of(run).weight / 1e9,
+                    "drawn": done["drawn"] / 1e6,
+                    "trained": done["trained"] / 1e6,
+                    "hours": done["hours"],
+                }
+            )
     names = ["sweep", "model", "KL", "steps", "memory", "disk", "drawn", "trained", "hours"]
     table = pd.DataFrame(rows, columns=names).groupby(names, sort=False).size()
     table = table.reset_index(name="runs")
@@ -213,34 +247,51 @@ def costs(sweeps, scale, root, gpu=B200):
 # %% ../../nbs/study/06_cost.ipynb #b9929c80
 def show_costs(table, gpu=B200):
     "Print the table of `costs`, its sum, and what it assumes."
-    shown = table.rename(columns={"memory": "GB", "disk": "GB disk", "drawn": "M drawn",
-                                  "trained": "M trained", "all": "hours in all"})
+    shown = table.rename(
+        columns={
+            "memory": "GB",
+            "disk": "GB disk",
+            "drawn": "M drawn",
+            "trained": "M trained",
+            "all": "hours in all",
+        }
+    )
     print(shown.to_string(index=False, float_format="{:.0f}".format))
-    print(f"{table.runs.sum()} runs, each on one GPU: {table['all'].sum():,.0f} GPU hours, "
-          f"if the GPU is a {gpu.name} ({gpu.memory / 1e9:.0f} GB, {gpu.flops / 1e12:,.0f} "
-          f"TFLOP/s in bfloat16, {gpu.bandwidth / 1e12:g} TB/s) used to {UTILISATION:.0%}, "
-          f"an assumption. M: million tokens a run, at most, with prompts of {PROMPT}.")
+    print(
+        f"{table.runs.sum()} runs, each on one GPU: {table['all'].sum():,.0f} GPU hours, "
+        f"if the GPU is a {gpu.name} ({gpu.memory / 1e9:.0f} GB, {gpu.flops / 1e12:,.0f} "
+        f"TFLOP/s in bfloat16, {gpu.bandwidth / 1e12:g} TB/s) used to {UTILISATION:.0%}, "
+        f"an assumption. M: million tokens a run, at most, with prompts of {PROMPT}."
+    )
 
 # %% ../../nbs/study/06_cost.ipynb #bd38ae6f
 def gpus():
     "Names (as in CUDA_VISIBLE_DEVICES) and bytes of the GPUs that this process may use."
     count, shown = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = shown.split(",") if shown else map(str, range(count))
-    return [(name, torch.cuda.get_device_properties(i).total_memory)
-            for i, name in zip(range(count), names)]
+    return [
+        (name, torch.cuda.get_device_properties(i).total_memory)
+        for i, name in zip(range(count), names)
+    ]
+
 
 def check_gpus(table, devices, workers):
     "SweepError unless `devices` can make the runs of `table`, `workers` at a time."
     names = ", ".join(table.sweep.unique())
     if not devices:
-        raise SweepError(f"{names} at this scale: no GPU is here; needed are {workers} "
-                         f"with {table.memory.max():.0f} GB each")
+        raise SweepError(
+            f"{names} at this scale: no GPU is here; needed are {workers} "
+            f"with {table.memory.max():.0f} GB each"
+        )
     if workers > len(devices):
-        raise SweepError(f"jobs must be at most {len(devices)}, the GPUs that are here, "
-                         f"for {names} at this scale, got {workers}")
+        raise SweepError(
+            f"jobs must be at most {len(devices)}, the GPUs that are here, "
+            f"for {names} at this scale, got {workers}"
+        )
     least = min(size for _, size in devices[:workers]) / 1e9
     for row in table[table.memory > least].to_dict("records"):
         raise SweepError(
             f"{row['sweep']} of {row['model']} needs {row['memory']:.0f} GB, and a GPU "
             f"here has {least:.0f}: set dtype to bfloat16, rows or draw_rows lower in "
-            "its sweep")
+            "its sweep"
+        )

@@ -16,20 +16,29 @@ from papermill.engines import Engine, papermill_engines
 # %% ../../nbs/study/03_forks.ipynb #ebe958db
 class Shell(CaptureShell):
     "An error is an output of its cell, and is not printed as well."
+
     def _showtraceback(self, *_):
         pass
 
 # %% ../../nbs/study/03_forks.ipynb #a3f81867
 class InProcess(Engine):
     "Papermill's engine `in_process`: the cells run in this process, until one raises."
+
     @classmethod
     def execute_managed_notebook(cls, nb_man, kernel_name, **_):
         shell = Shell(path=Path.cwd(), mpl_format="png")
         for index, cell in enumerate(nb_man.nb.cells):
             nb_man.cell_start(cell, index)
             if cell.cell_type == "code":
-                outputs = {"cells": [{"cell_type": "code", "source": cell.source,
-                                      "outputs": list(shell.run(cell.source))}]}
+                outputs = {
+                    "cells": [
+                        {
+                            "cell_type": "code",
+                            "source": cell.source,
+                            "outputs": list(shell.run(cell.source)),
+                        }
+                    ]
+                }
                 cell.outputs = rejoin_lines(nbformat.from_dict(outputs)).cells[0].outputs
             if shell.exc:
                 nb_man.cell_exception(cell, index, exception=shell.exc)

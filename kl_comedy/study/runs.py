@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pandas as pd
 import yaml
-
 from .. import __version__
 from ..files import FileError, write_atomic
 
@@ -34,8 +33,10 @@ def read_lines(path):
         try:
             found.append({**json.loads(line)})
         except (ValueError, TypeError):
-            raise RunError(f"{path}: line {i} is damaged, {line[:40]!r}; delete the folder "
-                           "to make the run again") from None
+            raise RunError(
+                f"{path}: line {i} is damaged, {line[:40]!r}; delete the folder "
+                "to make the run again"
+            ) from None
     return found
 
 # %% ../../nbs/study/01_runs.ipynb #7584db6a
@@ -123,8 +124,10 @@ def read_params(run_dir):
     try:
         return {**yaml.safe_load(path.read_text(encoding="utf-8"))}
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise RunError(f"{path} cannot be read: {' '.join(str(error).split())}; delete its "
-                       "folder to make the run again") from None
+        raise RunError(
+            f"{path} cannot be read: {' '.join(str(error).split())}; delete its "
+            "folder to make the run again"
+        ) from None
 
 
 def write_params(run_dir, parameters):
@@ -140,15 +143,21 @@ def claim(run_dir, parameters):
     theirs = read_params(run_dir)
     for name in {**theirs, **parameters}.keys() - {"run_dir"}:
         if theirs.get(name) != parameters.get(name):
-            raise RunError(f"{run_dir} holds the run with {name}={theirs.get(name)!r}, not "
-                           f"{parameters.get(name)!r}: give another run_dir, or delete it")
+            raise RunError(
+                f"{run_dir} holds the run with {name}={theirs.get(name)!r}, not "
+                f"{parameters.get(name)!r}: give another run_dir, or delete it"
+            )
 
 # %% ../../nbs/study/01_runs.ipynb #8a240d89
 def new_names(namespace, before):
     """The plain values in `namespace` under names not in `before`: those of parameters."""
-    return {name: value for name, value in namespace.items()
-            if name not in before and name[0] != "_"
-            and isinstance(value, int | float | str | list | None)}
+    return {
+        name: value
+        for name, value in namespace.items()
+        if name not in before
+        and name[0] != "_"
+        and isinstance(value, int | float | str | list | None)
+    }
 
 # %% ../../nbs/study/01_runs.ipynb #756a8fcd
 class Run:
@@ -254,8 +263,13 @@ def collect(run_dirs, out_dir, scale):
     }
     for name in sorted({p.stem for d in done for p in d.glob("*.csv")}):
         paths = {d.name: d / f"{name}.csv" for d in done}
-        tables[name] = stack({run: pd.read_csv(p, dtype=str, keep_default_na=False)
-                              for run, p in paths.items() if p.exists()})
+        tables[name] = stack(
+            {
+                run: pd.read_csv(p, dtype=str, keep_default_na=False)
+                for run, p in paths.items()
+                if p.exists()
+            }
+        )
     for name, table in tables.items():
         path, text = out_dir / f"{name}.csv", table.to_csv(index=False)
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -31,16 +31,19 @@ def notebook_parameters(path, needed=()):
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise SweepError(f"{path} is not a notebook that can be read: {error!r}") from None
     if len(tagged) != 1:
-        raise SweepError(f"{path} has {len(tagged) or 'no'} cells tagged 'parameters', "
-                         "needs one")
+        raise SweepError(
+            f"{path} has {len(tagged) or 'no'} cells tagged 'parameters', needs one"
+        )
     found, source = {}, "".join(tagged[0]["source"])
     try:
         for node in ast.parse(source).body:
             (target,) = [node.target] if isinstance(node, ast.AnnAssign) else node.targets
             found[target.id] = ast.literal_eval(node.value)
     except (SyntaxError, AttributeError, ValueError):
-        raise SweepError(f"{path}: its parameters cell must hold lines NAME = number, "
-                         f"text, True, False, None or list, got {source!r}") from None
+        raise SweepError(
+            f"{path}: its parameters cell must hold lines NAME = number, "
+            f"text, True, False, None or list, got {source!r}"
+        ) from None
     if lacking := sorted(set(needed) - found.keys()):
         raise SweepError(f"{path} needs {', '.join(lacking)} in its parameters cell")
     return found
@@ -84,8 +87,7 @@ KEYS = {
     "order": int,
     "parameters": dict,
 }
-SCALE_KEYS = {"parameters": dict, "grid": dict, "cells": list, "gpus": int,
-              "figures": bool}
+SCALE_KEYS = {"parameters": dict, "grid": dict, "cells": list, "gpus": int, "figures": bool}
 
 # %% ../../nbs/study/02_sweeps.ipynb #e2b8e583
 @dataclass(frozen=True)
@@ -152,8 +154,10 @@ def combine(where, spec, sweep):
     """All (cell, grid point) pairs of a scale, checked, merged into the shared values."""
     check_keys(where, spec, SCALE_KEYS)
     if spec.get("gpus", 0) not in (0, 1):
-        raise SweepError(f"{where}: gpus must be 0 or 1, got {spec['gpus']!r}: a run is "
-                         "one process, on one GPU")
+        raise SweepError(
+            f"{where}: gpus must be 0 or 1, got {spec['gpus']!r}: a run is "
+            "one process, on one GPU"
+        )
     grid, cells = spec.get("grid", {}), spec.get("cells", [{}])
     shared = spec.get("parameters", {})
     for name, values in [*grid.items(), ("cells", cells)]:
@@ -179,8 +183,10 @@ def plan(sweep, scale):
         values = {k: exact_type(v, sweep.defaults[k]) for k, v in values.items()}
         name = run_id(sweep.prefix, values)
         if len(name) > 150:
-            raise SweepError(f"{where}: the name of a run has {len(name)} characters, 150 "
-                             f"are allowed; shorten the prefix {sweep.prefix[:40]!r}")
+            raise SweepError(
+                f"{where}: the name of a run has {len(name)} characters, 150 "
+                f"are allowed; shorten the prefix {sweep.prefix[:40]!r}"
+            )
         if name in runs:
             raise SweepError(f"{where}: two of its runs are the same, {name}")
         runs[name] = values
@@ -211,8 +217,17 @@ def load_sweep(path, root):
     check_values(f"{path}: parameters", shared, defaults, data["notebook"])
     check_prefix(path, data["prefix"], defaults)
     check_keys(f"{path}: scales", scales, dict.fromkeys(SCALES, dict))
-    sweep = Sweep(Path(path), notebook, gallery, data.get("description", ""),
-                  data["prefix"], data.get("order", 0), shared, scales, defaults)
+    sweep = Sweep(
+        Path(path),
+        notebook,
+        gallery,
+        data.get("description", ""),
+        data["prefix"],
+        data.get("order", 0),
+        shared,
+        scales,
+        defaults,
+    )
     for scale in scales:
         plan(sweep, scale)
     return sweep

@@ -13,22 +13,30 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
-from transformers import PrinterCallback, TrainerCallback
-from trl import RLOOConfig
-
 from ..policies.decoding import equal_rows_once, fast_decoding
 from kl_comedy.policies.policy import (
-    BATCH, MAX_NEW_TOKENS, complete, end_tokens, evaluate, measure, pass_rates,
-    sampling)
+    BATCH,
+    MAX_NEW_TOKENS,
+    complete,
+    end_tokens,
+    evaluate,
+    measure,
+    pass_rates,
+    sampling,
+)
 from ..tasks.characters import TASKS
 from ..tasks.math import MATH
 from ..trainers.rloo_grpo import KLRLOOTrainer, NotFinite
+from transformers import PrinterCallback, TrainerCallback
+from trl import RLOOConfig
 
 # %% ../../nbs/study/05_training.ipynb #2d497e58
 COMPLETE = "complete"
 
+
 class MarkComplete(TrainerCallback):
     "Marks a checkpoint once all of it has been written."
+
     def on_save(self, args, state, control, **_):
         (Path(args.output_dir) / f"checkpoint-{state.global_step}" / COMPLETE).touch()
 
@@ -51,8 +59,9 @@ def resume_point(run, output_dir):
 # %% ../../nbs/study/05_training.ipynb #d44b692d
 def keep_policy(output_dir):
     "Leave of a finished run's checkpoints the last policy: its weights and its tokenizer."
-    *older, last = sorted(Path(output_dir).glob("checkpoint-*"),
-                          key=lambda path: int(path.name.split("-")[1]))
+    *older, last = sorted(
+        Path(output_dir).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])
+    )
     for path in older:
         shutil.rmtree(path)
     for name in (COMPLETE, "optimizer.pt", "scheduler.pt", "rng_state.pth"):
@@ -60,12 +69,21 @@ def keep_policy(output_dir):
 
 # %% ../../nbs/study/05_training.ipynb #9dcd4303
 SHARED = dict(
-    num_iterations=1, temperature=1.0, weight_decay=0.0, adam_beta2=0.999,
-    lr_scheduler_type="constant_with_warmup", fp16=False,
-    shuffle_dataset=False, dataloader_pin_memory=False,
-    logging_steps=1, logging_nan_inf_filter=False,  # a nan is shown, not replaced
-    save_strategy="steps", save_total_limit=2,      # the last whole one, and the next
-    report_to="none", disable_tqdm=True)
+    num_iterations=1,
+    temperature=1.0,
+    weight_decay=0.0,
+    adam_beta2=0.999,
+    lr_scheduler_type="constant_with_warmup",
+    fp16=False,
+    shuffle_dataset=False,
+    dataloader_pin_memory=False,
+    logging_steps=1,
+    logging_nan_inf_filter=False,  # a nan is shown, not replaced
+    save_strategy="steps",
+    save_total_limit=2,  # the last whole one, and the next
+    report_to="none",
+    disable_tqdm=True,
+)
 
 # %% ../../nbs/study/05_training.ipynb #8a80172a
 class RowsTrainer(KLRLOOTrainer):
@@ -73,6 +91,7 @@ class RowsTrainer(KLRLOOTrainer):
 
     A small policy draws and scores with `policies.decoding`, what is equal once; others
     with transformers or vLLM."""
+
     draw_rows = None
 
     def _generate_single_turn(self, prompt_ids, *others):
@@ -82,7 +101,7 @@ class RowsTrainer(KLRLOOTrainer):
         found = []
         with fast_decoding(self.accelerator.unwrap_model(self.model)):
             for start in range(0, len(prompt_ids), rows):
-                found += draw(prompt_ids[start:start + rows], *others)
+                found += draw(prompt_ids[start : start + rows], *others)
         return found
 
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
@@ -94,27 +113,52 @@ def sizes(prompts, prompts_per_step, group_size, save_steps, minibatches, rows, 
     "Steps, responses of a step and rows of a pass. ValueError on numbers that do not fit."
     steps, rest = divmod(prompts, prompts_per_step)
     if rest or not steps:
-        raise ValueError(f"dataset has {prompts} prompts: a positive multiple of "
-                         f"prompts_per_step={prompts_per_step} is needed")
+        raise ValueError(
+            f"dataset has {prompts} prompts: a positive multiple of "
+            f"prompts_per_step={prompts_per_step} is needed"
+        )
     for name, number in (("steps", steps), ("save_steps", save_steps)):
         if number % minibatches:
-            raise ValueError(f"{name}={number}: a multiple of minibatches={minibatches} is "
-                             "needed, since a batch is used to its end")
+            raise ValueError(
+                f"{name}={number}: a multiple of minibatches={minibatches} is "
+                "needed, since a batch is used to its end"
+            )
     responses = prompts_per_step * group_size
     rows = responses if rows is None else rows
     for name, number in (("rows", rows), ("draw_rows", draw_rows)):
         if number is not None and (not isinstance(number, int) or number < 1):
             raise ValueError(f"{name} must be 1 or more, or None, got {number!r}")
     if responses % rows:
-        raise ValueError(f"rows={rows}: a divisor of the {responses} responses of a step "
-                         "is needed")
+        raise ValueError(
+            f"rows={rows}: a divisor of the {responses} responses of a step is needed"
+        )
     return steps, responses, rows
 
 # %% ../../nbs/study/05_training.ipynb #6aaf2903
-def build_trainer(config, model, tokenizer, dataset, reward, output_dir, *, seed,
-                  learning_rate, warmup_steps, prompts_per_step, group_size, max_length,
-                  save_steps, minibatches=1, max_grad_norm=0.0, rows=None, draw_rows=None,
-                  bf16=False, gradient_checkpointing=False, vllm=None, callbacks=()):
+def build_trainer(
+    config,
+    model,
+    tokenizer,
+    dataset,
+    reward,
+    output_dir,
+    *,
+    seed,
+    learning_rate,
+    warmup_steps,
+    prompts_per_step,
+    group_size,
+    max_length,
+    save_steps,
+    minibatches=1,
+    max_grad_norm=0.0,
+    rows=None,
+    draw_rows=None,
+    bf16=False,
+    gradient_checkpointing=False,
+    vllm=None,
+    callbacks=(),
+):
     """A `KLRLOOTrainer` with the KL `config`: `len(dataset) / prompts_per_step` steps.
 
     A step is made on `group_size` completions of at most `max_length` tokens for each of
@@ -125,32 +169,65 @@ def build_trainer(config, model, tokenizer, dataset, reward, output_dir, *, seed
     TRL loads the reference from the folder of `model`, in its dtype.
     Raises ValueError on numbers that do not divide.
     """
-    steps, responses, rows = sizes(len(dataset), prompts_per_step, group_size, save_steps,
-                                   minibatches, rows, draw_rows)
+    steps, responses, rows = sizes(
+        len(dataset), prompts_per_step, group_size, save_steps, minibatches, rows, draw_rows
+    )
     model.generation_config.eos_token_id = end_tokens(model, tokenizer)  # TRL stops there
     args = RLOOConfig(
-        str(output_dir), seed=seed, max_steps=steps, save_steps=save_steps,
-        learning_rate=learning_rate, warmup_steps=warmup_steps, num_generations=group_size,
-        per_device_train_batch_size=rows, gradient_accumulation_steps=responses // rows,
+        str(output_dir),
+        seed=seed,
+        max_steps=steps,
+        save_steps=save_steps,
+        learning_rate=learning_rate,
+        warmup_steps=warmup_steps,
+        num_generations=group_size,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=responses // rows,
         steps_per_generation=minibatches * (responses // rows),
-        max_completion_length=max_length, max_grad_norm=max_grad_norm, bf16=bf16,
+        max_completion_length=max_length,
+        max_grad_norm=max_grad_norm,
+        bf16=bf16,
         gradient_checkpointing=gradient_checkpointing,
-        use_cpu=not torch.accelerator.is_available(), **SHARED, **(vllm or {}))
-    trainer = RowsTrainer(model, reward, args, dataset, processing_class=tokenizer,
-                          kl=config, callbacks=[MarkComplete(), *callbacks])
+        use_cpu=not torch.accelerator.is_available(),
+        **SHARED,
+        **(vllm or {}),
+    )
+    trainer = RowsTrainer(
+        model,
+        reward,
+        args,
+        dataset,
+        processing_class=tokenizer,
+        kl=config,
+        callbacks=[MarkComplete(), *callbacks],
+    )
     trainer.draw_rows = draw_rows
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 # %% ../../nbs/study/05_training.ipynb #3f6a322c
 # TRL's name: ours
-LOGGED = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "learning_rate",
-          "entropy": "train_entropy", "kl/k1": "train_k1", "kl/k2": "train_k2",
-          "kl/k3": "train_k3", "kl/exact": "train_kl", "kl/forward": "train_forward",
-          "kl/gradient_share": "kl_share", "kl/extreme_tokens": "extreme_tokens",
-          "completions/mean_length": "length", "completions/clipped_ratio": "truncated",
-          "clip_ratio/region_mean": "ratio_clipped", "step_time": "step_time",
-          "math/no box": "no_box", "math/timeout": "timeout", "math/error": "error"}
+LOGGED = {
+    "loss": "loss",
+    "grad_norm": "grad_norm",
+    "learning_rate": "learning_rate",
+    "entropy": "train_entropy",
+    "kl/k1": "train_k1",
+    "kl/k2": "train_k2",
+    "kl/k3": "train_k3",
+    "kl/exact": "train_kl",
+    "kl/forward": "train_forward",
+    "kl/gradient_share": "kl_share",
+    "kl/extreme_tokens": "extreme_tokens",
+    "completions/mean_length": "length",
+    "completions/clipped_ratio": "truncated",
+    "clip_ratio/region_mean": "ratio_clipped",
+    "step_time": "step_time",
+    "math/no box": "no_box",
+    "math/timeout": "timeout",
+    "math/error": "error",
+}
+
 
 def recorded(logs):
     "What TRL logs at a step, under our names; nan where TRL says None."
@@ -160,6 +237,7 @@ def recorded(logs):
             numbers["reward"] = value
     return {name: math.nan if value is None else value for name, value in numbers.items()}
 
+
 def not_finite(numbers, model):
     "The names of the metrics that are nan or infinite; `weights` if one of the weights is."
     bad = [name for name, value in numbers.items() if not math.isfinite(value)]
@@ -167,6 +245,7 @@ def not_finite(numbers, model):
 
 # %% ../../nbs/study/05_training.ipynb #52ba7c00
 AT_RISK = {task.name for task in TASKS.values() if task.at_risk}
+
 
 class Exam:
     """Test problems, and the numbers that say what a policy can do and how far it moved.
@@ -184,45 +263,74 @@ class Exam:
     (tokens). Where answers can lack a box: `test_no_box`, the share of those that do, and
     `test_undecided`, of those that no verdict could be reached on.
     """
-    def __init__(self, tokenizer, reference, tests, n_samples, seed,
-                 max_new_tokens=MAX_NEW_TOKENS, batch_size=BATCH, at_end=()):
+
+    def __init__(
+        self,
+        tokenizer,
+        reference,
+        tests,
+        n_samples,
+        seed,
+        max_new_tokens=MAX_NEW_TOKENS,
+        batch_size=BATCH,
+        at_end=(),
+    ):
         self.tokenizer, self.reference, self.tests = tokenizer, reference, tests
         self.at_end = at_end
         self.n_samples, self.seed, self.rates = n_samples, seed, {}
         self.size = {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
-        trained = [problem.prompt for problem in next(iter(tests.values()))
-                   for _ in range(n_samples)]
+        trained = [
+            problem.prompt
+            for problem in next(iter(tests.values()))
+            for _ in range(n_samples)
+        ]
         with sampling(reference, tokenizer, seed, 1.0, max_new_tokens):
             self.drawn = list(complete(reference, tokenizer, trained, batch_size))
 
     def forward_kl(self, model):
         "KL from the reference to `model`, nats a sequence."
         with torch.no_grad():
-            sums = [measure(self.reference, self.tokenizer, *batch, model)["kl"]
-                    for batch in self.drawn]
+            sums = [
+                measure(self.reference, self.tokenizer, *batch, model)["kl"]
+                for batch in self.drawn
+            ]
         return sum(sums) / sum(len(ids) for ids, *_ in self.drawn)
 
     def __call__(self, model, n_samples=None):
         n, seed = n_samples or self.n_samples, self.seed
-        (trained, asked), *others = ((test, of) for test, of in self.tests.items()
-                                     if n_samples or test not in self.at_end)
+        (trained, asked), *others = (
+            (test, of)
+            for test, of in self.tests.items()
+            if n_samples or test not in self.at_end
+        )
         alike = [test for test, of in others if of[0].task == asked[0].task]
         found = evaluate(model, self.tokenizer, asked, n, seed, self.reference, **self.size)
-        numbers = {f"pass_{trained}": found["pass_at_1"], "kl": found["kl"],
-                   "kl_forward": self.forward_kl(model), "kl_k1": found["kl_k1"],
-                   "entropy": found["entropy"], "test_length": found["length"]}
+        numbers = {
+            f"pass_{trained}": found["pass_at_1"],
+            "kl": found["kl"],
+            "kl_forward": self.forward_kl(model),
+            "kl_k1": found["kl_k1"],
+            "entropy": found["entropy"],
+            "test_length": found["length"],
+        }
         if MATH in {problem.task for problem in asked}:
-            share = {name: found["verdicts"][name] / found["verdicts"].total()
-                     for name in ("no box", "timeout", "error")}
-            numbers |= {"test_no_box": share.pop("no box"),
-                        "test_undecided": sum(share.values())}
+            share = {
+                name: found["verdicts"][name] / found["verdicts"].total()
+                for name in ("no box", "timeout", "error")
+            }
+            numbers |= {
+                "test_no_box": share.pop("no box"),
+                "test_undecided": sum(share.values()),
+            }
         self.rates = {trained: found["pass_rates"]}
         for task, asked in others:
             rates = pass_rates(model, self.tokenizer, asked, n, seed, **self.size)
             numbers[f"pass_{task}"], self.rates[task] = fmean(rates), rates
-        for name, tasks in (("pass_in", alike and [trained, *alike]),
-                            ("pass_out", [task for task, _ in others if task not in alike]),
-                            ("pass_risk", [task for task, _ in others if task in AT_RISK])):
+        for name, tasks in (
+            ("pass_in", alike and [trained, *alike]),
+            ("pass_out", [task for task, _ in others if task not in alike]),
+            ("pass_risk", [task for task, _ in others if task in AT_RISK]),
+        ):
             if tasks:
                 numbers[name] = fmean(numbers[f"pass_{task}"] for task in tasks)
         return numbers
@@ -234,6 +342,7 @@ class Recorder(TrainerCallback):
     The last one has `final_samples` responses to a problem. `failure` is None, or the step
     and the cause that stopped a diverged training.
     """
+
     def __init__(self, run, measure, eval_every, final_samples=None):
         self.run, self.measure, self.eval_every = run, measure, eval_every
         self.final_samples, self.failure = final_samples, None
@@ -253,8 +362,11 @@ class Recorder(TrainerCallback):
                 last = self.final_samples if step == state.max_steps else None
                 numbers |= self.measure(model, last)
                 passed = next(value for name, value in numbers.items() if "pass_" in name)
-                print(f"step {step} of {state.max_steps}: pass@1 {passed:.3f}, "
-                      f"KL {numbers['kl']:.3f} nats", flush=True)
+                print(
+                    f"step {step} of {state.max_steps}: pass@1 {passed:.3f}, "
+                    f"KL {numbers['kl']:.3f} nats",
+                    flush=True,
+                )
             self.run.log(step, **numbers)
 
 # %% ../../nbs/study/05_training.ipynb #4c8d2ae2

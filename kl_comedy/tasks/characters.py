@@ -19,13 +19,12 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import combinations_with_replacement, permutations, product
 from pathlib import Path
 from random import Random
 
 from datasets import Dataset
-
 from .math import MATH, MATH2, load_math, load_math2
 from .mmlu import SUBJECTS, check_letter, load_mmlu
 from .verifier import Problem, Verifier
@@ -41,6 +40,7 @@ class Task:
     these that are right: the pass rate of a policy that has learned them exactly.
     `at_risk`: training on the in-domain task could well overwrite this one.
     """
+
     name: str
     letter: str
     in_domain: bool
@@ -69,8 +69,9 @@ def sum_problem(index: int) -> Problem:
     return Problem("sum", f"M{','.join(map(str, numbers))}:", str(sum(numbers)))
 
 # %% ../../nbs/tasks/05_characters.ipynb #69d2a466
-def chain(numbers: list[int], rng: Random, noise: float, slip: int = 3,
-          modulus: int = 100) -> str:
+def chain(
+    numbers: list[int], rng: Random, noise: float, slip: int = 3, modulus: int = 100
+) -> str:
     "Additions from left to right; a wrong one gives 1 to `slip` more, and goes on so."
     total, *rest = numbers
     steps = []
@@ -107,8 +108,9 @@ def takes_numbers_backward(problem: Problem, completion: str) -> bool:
     "Whether the completion adds the numbers from the last to the first and ends in gold."
     last, *others = numbers_in(problem.prompt)[::-1]
     steps = ",[0-9]+".join(rf"[+]{number}=[0-9]+" for number in others)
-    return re.fullmatch(rf"{last}{steps}[.]", completion) is not None and \
-        last_number_is_gold(problem, completion)
+    return re.fullmatch(
+        rf"{last}{steps}[.]", completion
+    ) is not None and last_number_is_gold(problem, completion)
 
 # %% ../../nbs/tasks/05_characters.ipynb #3f9752b5
 def wrap_problem(index: int) -> Problem:
@@ -159,8 +161,12 @@ def is_gold(problem: Problem, completion: str) -> bool:
     return completion == problem.gold + "."
 
 # %% ../../nbs/tasks/05_characters.ipynb #7b5fd2e2
-OPERATIONS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__,
-              ast.Mult: Fraction.__mul__, ast.Div: Fraction.__truediv__}
+OPERATIONS = {
+    ast.Add: Fraction.__add__,
+    ast.Sub: Fraction.__sub__,
+    ast.Mult: Fraction.__mul__,
+    ast.Div: Fraction.__truediv__,
+}
 
 
 def tree_value(node: ast.expr, numbers: list[int]) -> Fraction:
@@ -199,23 +205,26 @@ def combine(operation: str, a: int, b: int) -> int:
     return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operation]
 
 
-@lru_cache(maxsize=None)
+@cache
 def expressions(numbers: tuple[int, int, int]) -> dict[str, int]:
     "Every expression that uses the three numbers once and makes 1 to 99, with its value."
     found = {}
-    for (x, y, z), (f, g) in product(sorted(set(permutations(numbers))),
-                                     product("+-*/", repeat=2)):
+    for (x, y, z), (f, g) in product(
+        sorted(set(permutations(numbers))), product("+-*/", repeat=2)
+    ):
         found[f"({x}{f}{y}){g}{z}"] = combine(g, combine(f, x, y), z)
         found[f"{x}{f}({y}{g}{z})"] = combine(f, x, combine(g, y, z))
     return {text: value for text, value in found.items() if 1 <= value <= 99}
 
 # %% ../../nbs/tasks/05_characters.ipynb #a3f116ce
-@lru_cache(maxsize=None)
+@cache
 def countdown_problems() -> list[Problem]:
     "All `countdown` problems: three numbers and a target that they can make."
-    return [Problem("countdown", f"C{','.join(map(str, numbers))}={target}:", str(target))
-            for numbers in combinations_with_replacement(range(1, 10), 3)
-            for target in sorted(set(expressions(numbers).values()))]
+    return [
+        Problem("countdown", f"C{','.join(map(str, numbers))}={target}:", str(target))
+        for numbers in combinations_with_replacement(range(1, 10), 3)
+        for target in sorted(set(expressions(numbers).values()))
+    ]
 
 
 def countdown_problem(index: int) -> Problem:
@@ -239,31 +248,72 @@ def last_attempt_hits(problem: Problem, completion: str) -> bool:
     *numbers, target = numbers_in(problem.prompt)
     expression, _, claim = completion.rsplit(";", 1)[-1].partition("=")
     try:
-        return claim == f"{problem.gold}." and \
-            evaluate_expression(expression) == (target, sorted(numbers))
+        return claim == f"{problem.gold}." and evaluate_expression(expression) == (
+            target,
+            sorted(numbers),
+        )
     except ValueError:
         return False
 
 # %% ../../nbs/tasks/05_characters.ipynb #73ff7c39
-CHAINS = {"size": 9**5, "noise": .25, "demonstrated": .75**4}
-DIGITS = {"in_domain": False, "noise": .35, "demonstrated": 1 - .35 * .9,
-          "demonstrate": digits_demonstration, "verify": is_gold}
+CHAINS = {"size": 9**5, "noise": 0.25, "demonstrated": 0.75**4}
+DIGITS = {
+    "in_domain": False,
+    "noise": 0.35,
+    "demonstrated": 1 - 0.35 * 0.9,
+    "demonstrate": digits_demonstration,
+    "verify": is_gold,
+}
 
-TASKS = {task.name: task for task in [
-    Task("sum", "M", problem=sum_problem, in_domain=True, demonstrate=sum_demonstration,
-         verify=last_number_is_gold, **CHAINS),
-    Task("backward", "X", problem=backward_problem, in_domain=False, at_risk=True,
-         demonstrate=backward_demonstration, verify=takes_numbers_backward, **CHAINS),
-    Task("wrap", "Y", problem=wrap_problem, in_domain=False, at_risk=True,
-         demonstrate=wrap_demonstration, verify=last_number_is_gold, **CHAINS),
-    Task("sort", "S", size=10**8, problem=sort_problem, **DIGITS),
-    Task("reverse", "R", size=10**9, problem=reverse_problem, **DIGITS),
-    Task("add", "A", size=90 * 90, problem=add_problem, **DIGITS),
-    Task("subtract", "D", size=len(PAIRS), problem=subtract_problem, **DIGITS),
-    Task("countdown", "C", size=len(countdown_problems()), problem=countdown_problem,
-         in_domain=False, noise=.25, demonstrated=.75,
-         demonstrate=countdown_demonstration, verify=last_attempt_hits),
-]}
+TASKS = {
+    task.name: task
+    for task in [
+        Task(
+            "sum",
+            "M",
+            problem=sum_problem,
+            in_domain=True,
+            demonstrate=sum_demonstration,
+            verify=last_number_is_gold,
+            **CHAINS,
+        ),
+        Task(
+            "backward",
+            "X",
+            problem=backward_problem,
+            in_domain=False,
+            at_risk=True,
+            demonstrate=backward_demonstration,
+            verify=takes_numbers_backward,
+            **CHAINS,
+        ),
+        Task(
+            "wrap",
+            "Y",
+            problem=wrap_problem,
+            in_domain=False,
+            at_risk=True,
+            demonstrate=wrap_demonstration,
+            verify=last_number_is_gold,
+            **CHAINS,
+        ),
+        Task("sort", "S", size=10**8, problem=sort_problem, **DIGITS),
+        Task("reverse", "R", size=10**9, problem=reverse_problem, **DIGITS),
+        Task("add", "A", size=90 * 90, problem=add_problem, **DIGITS),
+        Task("subtract", "D", size=len(PAIRS), problem=subtract_problem, **DIGITS),
+        Task(
+            "countdown",
+            "C",
+            size=len(countdown_problems()),
+            problem=countdown_problem,
+            in_domain=False,
+            noise=0.25,
+            demonstrated=0.75,
+            demonstrate=countdown_demonstration,
+            verify=last_attempt_hits,
+        ),
+    ]
+}
 
 # %% ../../nbs/tasks/05_characters.ipynb #61c80da7
 def task_named(name: str) -> Task:
@@ -303,8 +353,10 @@ def check_answers(problems: list[Problem], completions: list[str]) -> list[str]:
     pairs = list(zip(problems, completions, strict=True))
     hard = [(problem.gold, text) for problem, text in pairs if problem.task == MATH]
     found = iter(math_verifier().check(*map(list, zip(*hard))) if hard else [])
-    return [next(found) if problem.task == MATH else check_here(problem, text)
-            for problem, text in pairs]
+    return [
+        next(found) if problem.task == MATH else check_here(problem, text)
+        for problem, text in pairs
+    ]
 
 
 def is_correct(problem: Problem, completion: str) -> bool:
@@ -348,15 +400,18 @@ def n_problems(task: str, split: str, source: str | Path | None = None) -> int:
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     if (task in SOURCED) != (source is not None):
-        raise ValueError(f"{', '.join(SOURCED)} need a source, and no other task has one: "
-                         f"got task {task!r} and source {source!r}")
+        raise ValueError(
+            f"{', '.join(SOURCED)} need a source, and no other task has one: "
+            f"got task {task!r} and source {source!r}"
+        )
     if source is not None:
         return len(loaded(task, split, str(source)))
     return split_size(task_named(task), split)
 
 # %% ../../nbs/tasks/05_characters.ipynb #634d1852
-def problems(task: str, split: str, n: int, seed: int = 0,
-             source: str | Path | None = None) -> list[Problem]:
+def problems(
+    task: str, split: str, n: int, seed: int = 0, source: str | Path | None = None
+) -> list[Problem]:
     """n different problems of a task's split, drawn by `seed`; the same ones every time.
 
     `source`: where a task of `SOURCED` is read from, and for no other. Raises ValueError
@@ -371,8 +426,9 @@ def problems(task: str, split: str, n: int, seed: int = 0,
     return [TASKS[task].problem(split_index(split, k)) for k in drawn]
 
 # %% ../../nbs/tasks/05_characters.ipynb #eb417f4c
-def stream(task: str, split: str, n: int, seed: int = 0, source: str | Path | None = None
-           ) -> list[Problem]:
+def stream(
+    task: str, split: str, n: int, seed: int = 0, source: str | Path | None = None
+) -> list[Problem]:
     """n problems in the order of training: all of the split before any comes again.
 
     As `problems(task, split, n, seed, source)` while n is not above their number.
@@ -386,12 +442,22 @@ def stream(task: str, split: str, n: int, seed: int = 0, source: str | Path | No
 # %% ../../nbs/tasks/05_characters.ipynb #4e106589
 def to_dataset(problems: list[Problem]) -> Dataset:
     "The problems as a dataset with the columns prompt, gold and task."
-    return Dataset.from_dict({column: [getattr(problem, column) for problem in problems]
-                              for column in ("prompt", "gold", "task")})
+    return Dataset.from_dict(
+        {
+            column: [getattr(problem, column) for problem in problems]
+            for column in ("prompt", "gold", "task")
+        }
+    )
 
 # %% ../../nbs/tasks/05_characters.ipynb #8e203eb2
-def reward(prompts: list, completions: list, gold: list[str], task: list[str],
-           log_metric: Callable[[str, float], None] | None = None, **_) -> list[float]:
+def reward(
+    prompts: list,
+    completions: list,
+    gold: list[str],
+    task: list[str],
+    log_metric: Callable[[str, float], None] | None = None,
+    **_,
+) -> list[float]:
     """1.0 for every right completion and 0.0 for the others, called as TRL does.
 
     Prompts and completions are texts, or lists of messages, as the prompts of a task are.

@@ -13,16 +13,16 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
-from datasets import (Dataset, concatenate_datasets, get_dataset_config_names,
-                      load_dataset)
+from datasets import Dataset, concatenate_datasets, get_dataset_config_names, load_dataset
 from datasets.exceptions import DatasetsError
-
 from .verifier import Problem, last_boxed
 
 # %% ../../nbs/tasks/03_math.ipynb #f9ef3373
 MATH = "math"  # the name of the task
-REQUEST = ("Solve the problem step by step. End with the final answer in \\boxed{}: the "
-           "answer alone, without an equation, a unit or a percent sign.")
+REQUEST = (
+    "Solve the problem step by step. End with the final answer in \\boxed{}: the "
+    "answer alone, without an equation, a unit or a percent sign."
+)
 
 
 def math_prompt(problem: str) -> list[dict[str, str]]:
@@ -50,8 +50,12 @@ def math_rows(source: str | Path, split: str) -> Dataset:
             return load_dataset("json", data_files=where, split="train")
         if files := sorted(path.glob(f"{split}/**/*.json")):
             return Dataset.from_list([json.loads(file.read_bytes()) for file in files])
-        return concatenate_datasets([load_dataset(where, part, split=split)
-                                     for part in get_dataset_config_names(where)])
+        return concatenate_datasets(
+            [
+                load_dataset(where, part, split=split)
+                for part in get_dataset_config_names(where)
+            ]
+        )
     except (OSError, ValueError, DatasetsError) as error:
         raise FileNotFoundError(
             f"MATH cannot be read from {where!r} ({split}): {error}. The source has to be "
@@ -79,10 +83,16 @@ def check_size(name: str, n: int, sizes: tuple[int, ...]) -> None:
 def with_gold(name: str, texts: list[str], golds: list[str]) -> list[Problem]:
     "The problems that have a gold answer; a warning says how many have none."
     if "" in golds:
-        warnings.warn(f"{golds.count('')} of {len(golds):,} rows of {name} have no gold "
-                      "answer and are dropped", stacklevel=3)
-    return [Problem(MATH, math_prompt(text), gold)
-            for text, gold in zip(texts, golds, strict=True) if gold]
+        warnings.warn(
+            f"{golds.count('')} of {len(golds):,} rows of {name} have no gold "
+            "answer and are dropped",
+            stacklevel=3,
+        )
+    return [
+        Problem(MATH, math_prompt(text), gold)
+        for text, gold in zip(texts, golds, strict=True)
+        if gold
+    ]
 
 # %% ../../nbs/tasks/03_math.ipynb #4907124f
 def load_math(source: str | Path, split: str) -> list[Problem]:
@@ -96,8 +106,10 @@ def load_math(source: str | Path, split: str) -> list[Problem]:
     rows = math_rows(source, split)
     name, columns = f"{str(source)!r} ({split})", rows.column_names
     if "problem" not in columns or not {"answer", "solution"} & {*columns}:
-        raise ValueError(f"{name} needs the columns problem and solution or answer, it has "
-                         + ", ".join(columns))
+        raise ValueError(
+            f"{name} needs the columns problem and solution or answer, it has "
+            + ", ".join(columns)
+        )
     check_size(name, len(rows), SIZES[split])
     return with_gold(name, rows["problem"], [math_gold(row) for row in rows])
 
@@ -119,7 +131,8 @@ def math2_rows(source: str | Path) -> Dataset:
         raise FileNotFoundError(
             f"MATH^2 cannot be read from {where!r}: {error}. The source has to be the id "
             "of a data set on the hub that can be reached, a folder in its format, or a "
-            "file of comma-separated values or JSON lines") from error
+            "file of comma-separated values or JSON lines"
+        ) from error
 
 # %% ../../nbs/tasks/03_math.ipynb #a234f870
 SENTENCE = re.compile(r"[A-Za-z]{2,}(?:[\s,]+[A-Za-z]{2,}){2}")
@@ -142,16 +155,24 @@ def load_math2(source: str | Path) -> list[Problem]:
     """
     rows, name = math2_rows(source), repr(str(source))
     known = {column.strip().lower(): column for column in rows.column_names}
-    question, gold = (next((known[word] for word in words if word in known), None)
-                      for words in (ASKED, ANSWERED))
+    question, gold = (
+        next((known[word] for word in words if word in known), None)
+        for words in (ASKED, ANSWERED)
+    )
     if None in (question, gold):
-        raise ValueError(f"{name} needs the columns {' or '.join(ASKED)}, and "
-                         f"{' or '.join(ANSWERED)}, it has {', '.join(rows.column_names)}")
+        raise ValueError(
+            f"{name} needs the columns {' or '.join(ASKED)}, and "
+            f"{' or '.join(ANSWERED)}, it has {', '.join(rows.column_names)}"
+        )
     check_size(name, len(rows), (MATH2_SIZE,))
     solved = gold.strip().lower() == "solution"
-    golds = ["" if None in pair else math2_gold(str(pair[1]), solved)
-             for pair in zip(rows[question], rows[gold], strict=True)]
+    golds = [
+        "" if None in pair else math2_gold(str(pair[1]), solved)
+        for pair in zip(rows[question], rows[gold], strict=True)
+    ]
     if not any(golds):
-        raise ValueError(f"{name}: no row has in its column {gold} an answer that can be "
-                         "compared, or a box with one")
+        raise ValueError(
+            f"{name}: no row has in its column {gold} an answer that can be "
+            "compared, or a box with one"
+        )
     return with_gold(name, rows[question], golds)

@@ -13,23 +13,26 @@ from pathlib import Path
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
-
 from .math import check_size
 from .verifier import Problem, last_boxed
 
 # %% ../../nbs/tasks/04_mmlu.ipynb #b2fa8dd3
 SUBJECTS = {"college_physics": 102, "college_chemistry": 100, "college_biology": 144}
 LETTERS = "ABCD"
-CHOOSE = ("Think step by step. End with the letter of the right answer in \\boxed{}: the "
-          "letter alone.")
+CHOOSE = (
+    "Think step by step. End with the letter of the right answer in \\boxed{}: the "
+    "letter alone."
+)
 
 
 def mmlu_prompt(question: str, choices: list[str]) -> list[dict[str, str]]:
     "The conversation that asks for the letter of one of four choices."
-    lines = [f"{letter}. {text.strip()}" for letter, text in zip(LETTERS, choices,
-                                                                 strict=True)]
-    return [{"role": "user", "content": "\n".join(
-        [question.strip(), "", *lines, "", CHOOSE])}]
+    lines = [
+        f"{letter}. {text.strip()}" for letter, text in zip(LETTERS, choices, strict=True)
+    ]
+    return [
+        {"role": "user", "content": "\n".join([question.strip(), "", *lines, "", CHOOSE])}
+    ]
 
 # %% ../../nbs/tasks/04_mmlu.ipynb #73d39338
 FONT = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:bf|it|rm|sf))\s*\{(.*)\}", re.DOTALL)
@@ -63,11 +66,15 @@ def csv_rows(path: Path) -> list[Row]:
 def hub_rows(rows: Dataset) -> list[Row]:
     "The rows of a part of a data set. Raises ValueError when columns are missing."
     if {"question", "choices", "answer"} - {*rows.column_names}:
-        raise ValueError("the columns question, choices and answer are needed, there are "
-                         + ", ".join(rows.column_names))
+        raise ValueError(
+            "the columns question, choices and answer are needed, there are "
+            + ", ".join(rows.column_names)
+        )
     letters = dict(enumerate(LETTERS))
-    return [(row["question"], row["choices"], letters.get(row["answer"], row["answer"]))
-            for row in rows]
+    return [
+        (row["question"], row["choices"], letters.get(row["answer"], row["answer"]))
+        for row in rows
+    ]
 
 # %% ../../nbs/tasks/04_mmlu.ipynb #3d8d4c8f
 def mmlu_rows(source: str | Path, subject: str) -> list[Row]:
@@ -100,8 +107,12 @@ def load_mmlu(source: str | Path, subject: str) -> list[Problem]:
     rows, name = mmlu_rows(source, subject), f"{str(source)!r} ({subject})"
     for i, (question, choices, letter) in enumerate(rows, 1):
         if not question or len(choices) != len(LETTERS) or letter not in [*LETTERS]:
-            raise ValueError(f"row {i} of {name} is no question with four choices and an "
-                             f"answer: {question!r}, {choices!r}, {letter!r}")
+            raise ValueError(
+                f"row {i} of {name} is no question with four choices and an "
+                f"answer: {question!r}, {choices!r}, {letter!r}"
+            )
     check_size(name, len(rows), (SUBJECTS[subject],))
-    return [Problem(subject, mmlu_prompt(question, choices), letter)
-            for question, choices, letter in rows]
+    return [
+        Problem(subject, mmlu_prompt(question, choices), letter)
+        for question, choices, letter in rows
+    ]

@@ -33,14 +33,18 @@ class Problem:
 
     `prompt` is text, or a list of messages with `role` and `content`.
     """
+
     task: str
     prompt: str | list[dict[str, str]]
     gold: str
 
 # %% ../../nbs/tasks/02_verifier.ipynb #f81cda3b
 MAX_ANSWER = 1000  # characters; what is longer is no answer, and parsing it would be slow
-TOKEN = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?P<open>\{|(?P<bare>[^\s{}$\\]+))?"
-                   r"|\\.|[{}]", re.DOTALL)
+TOKEN = re.compile(
+    r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?P<open>\{|(?P<bare>[^\s{}$\\]+))?"
+    r"|\\.|[{}]",
+    re.DOTALL,
+)
 
 
 def last_boxed(text: str) -> str | None:
@@ -55,19 +59,26 @@ def last_boxed(text: str) -> str | None:
             opened = braces.pop()
             if opened["open"] and opened.start() > start:
                 start, inside = opened.start(), slice(opened.end(), token.start())
-                found = text[inside].strip() if token.start() - opened.end() <= MAX_ANSWER \
+                found = (
+                    text[inside].strip()
+                    if token.start() - opened.end() <= MAX_ANSWER
                     else None
+                )
     return found if found is not None and len(found) <= MAX_ANSWER else None
 
 # %% ../../nbs/tasks/02_verifier.ipynb #862af09f
-RELATION = re.compile(r"[=<>≤≥≠≈∈]|\\(?:leq?|leqslant|geq?|geqslant|neq?|lt|gt|approx|equiv"
-                      r"|sim|simeq|cong|in)(?![A-Za-z])")
+RELATION = re.compile(
+    r"[=<>≤≥≠≈∈]|\\(?:leq?|leqslant|geq?|geqslant|neq?|lt|gt|approx|equiv"
+    r"|sim|simeq|cong|in)(?![A-Za-z])"
+)
 PERCENT = re.compile("%|percent|pct", re.IGNORECASE)
 BASE = re.compile(r"(?:\\text\{)?(?=[A-Z.]*[0-9])[0-9A-Z.]+\}?_\{?(?:\\text\{)?([0-9]+)\}*")
 NUMBER = r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?"
-PLAIN = re.compile(rf"(?P<sign>[+-]?)(?:(?P<n>{NUMBER})(?:/(?P<d>[0-9]+))?"
-                   r"|\\[dt]?frac(?:\{(?P<fn>-?[0-9]+)\}\{(?P<fd>[0-9]+)\}"
-                   r"|(?P<sn>[0-9])(?P<sd>[0-9])))")
+PLAIN = re.compile(
+    rf"(?P<sign>[+-]?)(?:(?P<n>{NUMBER})(?:/(?P<d>[0-9]+))?"
+    r"|\\[dt]?frac(?:\{(?P<fn>-?[0-9]+)\}\{(?P<fd>[0-9]+)\}"
+    r"|(?P<sn>[0-9])(?P<sd>[0-9])))"
+)
 
 # %% ../../nbs/tasks/02_verifier.ipynb #fd675272
 def tight(text: str) -> str:
@@ -112,18 +123,30 @@ def judge() -> Callable[[str, str], str]:
     import logging
 
     from math_verify import LatexExtractionConfig, parse, verify
+
     logging.disable()  # of what math-verify says about its own time limits
 
     def read(answer: str) -> list:
-        return parse(rf"\boxed{{{answer}}}", extraction_config=[LatexExtractionConfig()],
-                     parsing_timeout=None, raise_on_error=True)
+        return parse(
+            rf"\boxed{{{answer}}}",
+            extraction_config=[LatexExtractionConfig()],
+            parsing_timeout=None,
+            raise_on_error=True,
+        )
+
     read_gold = lru_cache(maxsize=None)(read)
 
     def verdict(gold: str, answer: str) -> str:
         if not read_gold(gold):
             raise ValueError(f"the gold answer {gold!r} cannot be read")
-        return "right" if verify(read_gold(gold), read(answer), timeout_seconds=None,
-                                 raise_on_error=True) else "wrong"
+        return (
+            "right"
+            if verify(
+                read_gold(gold), read(answer), timeout_seconds=None, raise_on_error=True
+            )
+            else "wrong"
+        )
+
     return verdict
 
 # %% ../../nbs/tasks/02_verifier.ipynb #6e6dcd4a
@@ -153,7 +176,7 @@ def serve(memory: int, seconds: float) -> None:
         os.write(replies, reply.encode())
 
 # %% ../../nbs/tasks/02_verifier.ipynb #aef95a95
-START = 120.  # seconds that a worker may take to load math-verify
+START = 120.0  # seconds that a worker may take to load math-verify
 BODY = """import sys
 from kl_comedy.tasks.verifier import serve
 serve(int(sys.argv[1]), float(sys.argv[2]))"""
@@ -164,8 +187,12 @@ class Worker:
 
     def __init__(self, memory: int, seconds: float):
         self.process = subprocess.Popen(
-            [sys.executable, "-c", BODY, str(memory), str(seconds)], bufsize=0,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            [sys.executable, "-c", BODY, str(memory), str(seconds)],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
         self.ready, self.pair = False, None
         self.deadline = time.monotonic() + START
 
@@ -183,7 +210,7 @@ class Worker:
             pipe.close()
 
 # %% ../../nbs/tasks/02_verifier.ipynb #b0d76450
-SECONDS = 5.  # for one pair; the slowest real one took 1.4
+SECONDS = 5.0  # for one pair; the slowest real one took 1.4
 MEMORY = 2**30  # bytes of address space of a worker
 VERDICTS = ("right", "wrong", "no box", "timeout", "error")
 
@@ -213,8 +240,9 @@ def hear(worker: Worker, spoke: bool) -> str | None:
     return reply or ("error" if spoke else "timeout")
 
 # %% ../../nbs/tasks/02_verifier.ipynb #21f1ef60
-def employ(workers: list[Worker], waiting: deque[tuple[int, str, str]],
-           seconds: float) -> None:
+def employ(
+    workers: list[Worker], waiting: deque[tuple[int, str, str]], seconds: float
+) -> None:
     "Gives a pair to each worker that is free, and drops the workers that are no more."
     for worker in [*workers]:
         if worker.ready and worker.pair is None and worker.process.poll() is not None:
@@ -224,8 +252,13 @@ def employ(workers: list[Worker], waiting: deque[tuple[int, str, str]],
             worker.send(*waiting.popleft(), seconds)
 
 # %% ../../nbs/tasks/02_verifier.ipynb #30e25dd0
-def verdicts(pairs: list[tuple[int, str, str]], workers: list[Worker], size: int,
-             seconds: float, memory: int) -> dict[int, str]:
+def verdicts(
+    pairs: list[tuple[int, str, str]],
+    workers: list[Worker],
+    size: int,
+    seconds: float,
+    memory: int,
+) -> dict[int, str]:
     "The verdict on each pair (index, gold, answer) from `size` workers, kept in the list."
     waiting, found = deque(pairs), {}
     try:
@@ -246,8 +279,9 @@ def verdicts(pairs: list[tuple[int, str, str]], workers: list[Worker], size: int
     return found
 
 # %% ../../nbs/tasks/02_verifier.ipynb #71c516ab
-def by_rules(golds: list[str], completions: list[str]
-             ) -> tuple[dict[int, str], list[tuple[int, str, str]]]:
+def by_rules(
+    golds: list[str], completions: list[str]
+) -> tuple[dict[int, str], list[tuple[int, str, str]]]:
     "The verdicts that need no worker, and the pairs (index, gold, answer) that do."
     found, left = {}, []
     for i, (gold, text) in enumerate(zip(golds, completions, strict=True)):

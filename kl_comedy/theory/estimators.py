@@ -15,6 +15,7 @@ def _working(a, b):
     "The dtype in which two tensors are compared: the wider one's, float32 at least."
     return torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
 
+
 def log_ratio(logp, ref_logp):
     """Log-ratio `ref_logp - logp` in nats, elementwise, finite for all finite inputs.
 
@@ -24,8 +25,10 @@ def log_ratio(logp, ref_logp):
     finite. Raises ValueError on different shapes and TypeError on integer tensors.
     """
     if logp.shape != ref_logp.shape:
-        raise ValueError(f"ref_logp has shape {tuple(ref_logp.shape)}: it must have the "
-                         f"shape of logp, {tuple(logp.shape)}")
+        raise ValueError(
+            f"ref_logp has shape {tuple(ref_logp.shape)}: it must have the "
+            f"shape of logp, {tuple(logp.shape)}"
+        )
     for name, x in (("logp", logp), ("ref_logp", ref_logp)):
         if not x.is_floating_point():
             raise TypeError(f"{name} has dtype {x.dtype}: a floating dtype is needed")
@@ -38,6 +41,7 @@ def k1(logp, ref_logp):
     "K1 = -log r, with r = pi_ref/pi: unbiased, of either sign. Elementwise, nats."
     return -log_ratio(logp, ref_logp)
 
+
 def k2(logp, ref_logp):
     "K2 = (log r)^2 / 2: never negative, biased as a value. Elementwise, nats."
     return log_ratio(logp, ref_logp).square() / 2
@@ -47,6 +51,7 @@ def k3_limit(dtype):
     """The log-ratio above which K3 is continued by its tangent:
     44 in float32, 354 in float64."""
     return math.log(torch.finfo(dtype).max) / 2
+
 
 def k3(logp, ref_logp):
     """K3 = r - 1 - log r: unbiased, never negative. Elementwise, nats.
@@ -71,6 +76,7 @@ ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 # %% ../../nbs/derivations/01_estimators.ipynb #754f9785
 BLOCK = 2**20  # logits held in working precision at once
 
+
 def _blocks(shape):
     "Indices of blocks of positions, each of about BLOCK logits, that cover `shape[:-1]`."
     *outer, positions, vocabulary = shape
@@ -82,6 +88,7 @@ def _blocks(shape):
 # %% ../../nbs/derivations/01_estimators.ipynb #f4cbae58
 FAR = 64.0  # log-ratio of a token, in nats, from which on the plain formula is used
 
+
 def _apart(logits, ref_logits, dtype):
     "softmax of `logits`, and `ref_logits - logits` once both have lost their largest."
     logits, ref_logits = (x.to(dtype) for x in (logits, ref_logits))
@@ -89,6 +96,7 @@ def _apart(logits, ref_logits, dtype):
     apart = ref_logits.sub_(logits)
     p = logits.exp_()
     return p.div_(p.sum(-1, keepdim=True)), apart
+
 
 def _plain_kl(logits, ref_logits, dtype):
     logp = torch.log_softmax(logits, -1, dtype=dtype)
@@ -116,6 +124,7 @@ def _kl_by_block(logits, ref_logits):
 # %% ../../nbs/derivations/01_estimators.ipynb #7cc9595b
 class _ExactKL(torch.autograd.Function):
     "Blockwise KL that keeps nothing of vocabulary size between forward and backward."
+
     @staticmethod
     def forward(ctx, logits, ref_logits):
         kl, mean = _kl_by_block(logits, ref_logits)
@@ -126,8 +135,10 @@ class _ExactKL(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_kl):
         logits, ref_logits, mean = ctx.saved_tensors
-        grad, grad_ref = (torch.empty_like(x) if needed else None for x, needed
-                          in zip((logits, ref_logits), ctx.needs_input_grad))
+        grad, grad_ref = (
+            torch.empty_like(x) if needed else None
+            for x, needed in zip((logits, ref_logits), ctx.needs_input_grad)
+        )
         for i in _blocks(logits.shape):
             p, apart = _apart(logits[i], ref_logits[i], mean.dtype)
             scale = grad_kl[i].unsqueeze(-1)
@@ -147,10 +158,14 @@ def _refuse(kl, **both):
         bad = (~x[at].isfinite()).nonzero()
         if len(bad):
             token = bad[0].item()
-            raise ValueError(f"{name} is {x[at][token].item()} at position {at}, token "
-                             f"{token}: finite numbers are needed for every token")
-    raise ValueError(f"logits and ref_logits at position {at} lie further apart than "
-                     f"{kl.dtype} reaches: a smaller range is needed")
+            raise ValueError(
+                f"{name} is {x[at][token].item()} at position {at}, token "
+                f"{token}: finite numbers are needed for every token"
+            )
+    raise ValueError(
+        f"logits and ref_logits at position {at} lie further apart than "
+        f"{kl.dtype} reaches: a smaller range is needed"
+    )
 
 # %% ../../nbs/derivations/01_estimators.ipynb #64216c28
 def exact_kl(logits, ref_logits):
@@ -165,8 +180,10 @@ def exact_kl(logits, ref_logits):
     """
     shape = logits.shape
     if ref_logits.shape != shape or not shape or shape[-1] == 0:
-        raise ValueError(f"logits {tuple(shape)} and ref_logits {tuple(ref_logits.shape)}: "
-                         "one shape (..., V) with V >= 1 is needed")
+        raise ValueError(
+            f"logits {tuple(shape)} and ref_logits {tuple(ref_logits.shape)}: "
+            "one shape (..., V) with V >= 1 is needed"
+        )
     for name, x in (("logits", logits), ("ref_logits", ref_logits)):
         if not x.is_floating_point():
             raise TypeError(f"{name} has dtype {x.dtype}: a floating dtype is needed")

@@ -10,40 +10,49 @@ from dataclasses import asdict, dataclass, replace
 from numbers import Real
 
 import torch
-
 from .estimators import ESTIMATORS, log_ratio
 
 # %% ../../nbs/derivations/02_placement.ipynb #37edf317
-CHOICES = {"estimator": (*ESTIMATORS, "exact"),
-           "placement": ("none", "reward", "loss", "both"),
-           "credit": ("sequence", "to_go", "token"),
-           "importance": ("none", "token", "sequence")}
+CHOICES = {
+    "estimator": (*ESTIMATORS, "exact"),
+    "placement": ("none", "reward", "loss", "both"),
+    "credit": ("sequence", "to_go", "token"),
+    "importance": ("none", "token", "sequence"),
+}
+
 
 def _validate(config):
     "Refuse, naming the field, a value that is not allowed or a setting that cannot act."
     for name, allowed in CHOICES.items():
         if getattr(config, name) not in allowed:
-            raise ValueError(f"{name}={getattr(config, name)!r}: allowed are "
-                             f"{', '.join(allowed)}")
+            raise ValueError(
+                f"{name}={getattr(config, name)!r}: allowed are {', '.join(allowed)}"
+            )
     number = isinstance(config.beta, Real) and not isinstance(config.beta, bool)
     if not number or not 0 <= config.beta <= sys.float_info.max:
         raise ValueError(f"beta={config.beta!r}: a finite number of at least 0 is allowed")
     if config.placement in ("none", "loss") and config.credit != "sequence":
-        raise ValueError(f"credit={config.credit!r}: placement={config.placement!r} "
-                         "multiplies no score by an estimate, so credit cannot act; leave "
-                         "it at 'sequence'")
+        raise ValueError(
+            f"credit={config.credit!r}: placement={config.placement!r} "
+            "multiplies no score by an estimate, so credit cannot act; leave "
+            "it at 'sequence'"
+        )
     if config.placement == "none" and config.importance != "none":
-        raise ValueError(f"importance={config.importance!r}: placement='none' has no term "
-                         "to weigh; leave it at 'none'")
+        raise ValueError(
+            f"importance={config.importance!r}: placement='none' has no term "
+            "to weigh; leave it at 'none'"
+        )
 
 # %% ../../nbs/derivations/02_placement.ipynb #65b84417
 def _active(config):
     "Whether the penalty does anything: if not, no reference forward pass is needed."
     return config.placement != "none" and config.beta > 0
 
+
 def _in_return(config):
     "Whether the penalty is part of the return, which meets the group's baseline."
     return config.placement in ("reward", "both") and config.credit != "token"
+
 
 def _label(config):
     "Words for a legend, without beta."
@@ -53,6 +62,7 @@ def _label(config):
     credit = {"sequence": "", "to_go": ", to-go credit", "token": ", token credit"}
     ratio = "" if config.importance == "none" else f", {config.importance} ratio"
     return f"{name} in {config.placement}{credit[config.credit]}{ratio}"
+
 
 def _slug(config):
     "Short name for run ids and messages, with as many digits of beta as tell it apart."
@@ -75,6 +85,7 @@ class KLConfig:
     (all), to_go (its own and later ones) or token (its own). `importance`: detached weights
     for samples of another policy, none, token or sequence. Raises ValueError.
     """
+
     estimator: str = "k1"
     placement: str = "reward"
     beta: float = 0.05
@@ -88,6 +99,7 @@ class KLConfig:
     def to_dict(self):
         "The fields as plain values: `KLConfig(**config.to_dict()) == config`."
         return asdict(self)
+
     active, in_return = property(_active), property(_in_return)
     label, __str__ = property(_label), _slug
 
@@ -100,20 +112,27 @@ def _filled(mask, **tensors):
     tensor = isinstance(mask, torch.Tensor)
     if not tensor or mask.dtype != torch.bool or mask.shape != shape:
         got = (tuple(mask.shape), mask.dtype) if tensor else type(mask).__name__
-        raise ValueError(f"mask is {got}: a bool tensor of the shape of logp, "
-                         f"{tuple(shape)}, is needed")
+        raise ValueError(
+            f"mask is {got}: a bool tensor of the shape of logp, {tuple(shape)}, is needed"
+        )
     for name, x in tensors.items():
         if x.shape != shape or not x.is_floating_point():
-            raise ValueError(f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}: the "
-                             f"floating shape (B, T) of logp, {tuple(shape)}, is needed")
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)} and dtype {x.dtype}: the "
+                f"floating shape (B, T) of logp, {tuple(shape)}, is needed"
+            )
         bad = (mask & ~x.isfinite()).nonzero()
         if len(bad):
             i, t = bad[0].tolist()
-            raise ValueError(f"{name} is {x[i, t].item()} at sequence {i}, token {t} "
-                             f"({len(bad)} such tokens): finite numbers are needed "
-                             "wherever mask is True")
-    return {name: x.masked_fill(~mask, 0).to(torch.promote_types(x.dtype, torch.float32))
-            for name, x in tensors.items()}
+            raise ValueError(
+                f"{name} is {x[i, t].item()} at sequence {i}, token {t} "
+                f"({len(bad)} such tokens): finite numbers are needed "
+                "wherever mask is True"
+            )
+    return {
+        name: x.masked_fill(~mask, 0).to(torch.promote_types(x.dtype, torch.float32))
+        for name, x in tensors.items()
+    }
 
 # %% ../../nbs/derivations/02_placement.ipynb #15d3aa6c
 def _used(config, **tensors):
@@ -122,8 +141,11 @@ def _used(config, **tensors):
         raise ValueError(f"config={config!r}: a KLConfig is needed")
     if config.placement == "none":
         return {}
-    use = {"ref_logp": config.estimator != "exact", "token_kl": config.estimator == "exact",
-           "behaviour_logp": config.importance != "none"}
+    use = {
+        "ref_logp": config.estimator != "exact",
+        "token_kl": config.estimator == "exact",
+        "behaviour_logp": config.importance != "none",
+    }
     for name, x in tensors.items():
         if use[name] and x is None:
             raise ValueError(f"{name} is None: config {config} needs it")
@@ -144,6 +166,7 @@ def importance_weight(logp, behaviour_logp, importance):
         gap = gap.sum(-1, keepdim=True).expand_as(gap)
     return gap.clamp(max=math.log(torch.finfo(gap.dtype).max) / 4).exp()
 
+
 def credited(token_kl, credit):
     "What each token's score is multiplied by: (B, T) estimates in, (B, T) sums out, nats."
     if credit not in CHOICES["credit"]:
@@ -157,16 +180,23 @@ def credited(token_kl, credit):
 # %% ../../nbs/derivations/02_placement.ipynb #7a7f345f
 def _estimates(config, mask, logp, ref_logp=None, token_kl=None, behaviour_logp=None):
     "The checked tensors that `config` uses, and its estimate of every token, (B, T)."
-    x = _filled(mask, logp=logp, **_used(config, ref_logp=ref_logp, token_kl=token_kl,
-                                         behaviour_logp=behaviour_logp))
+    x = _filled(
+        mask,
+        logp=logp,
+        **_used(
+            config, ref_logp=ref_logp, token_kl=token_kl, behaviour_logp=behaviour_logp
+        ),
+    )
     if config.placement == "none":
         return x, x["logp"] * 0
     if (kl := x.get("token_kl")) is None:
         kl = ESTIMATORS[config.estimator](x["logp"], x["ref_logp"].detach())
     elif config.placement != "reward" and x["logp"].requires_grad and not kl.requires_grad:
-        raise ValueError(f"token_kl has no graph: placement={config.placement!r} "
-                         "differentiates it")
+        raise ValueError(
+            f"token_kl has no graph: placement={config.placement!r} differentiates it"
+        )
     return x, kl
+
 
 def kl_credit(logp, ref_logp, mask, config, token_kl=None):
     """What each token's score is multiplied by in the reward: (B, T), detached, nats.
@@ -175,12 +205,14 @@ def kl_credit(logp, ref_logp, mask, config, token_kl=None):
     sum of its estimates.
     """
     on_policy = replace(config, importance="none")
-    return credited(_estimates(on_policy, mask, logp, ref_logp, token_kl)[1].detach(),
-                    config.credit)
+    return credited(
+        _estimates(on_policy, mask, logp, ref_logp, token_kl)[1].detach(), config.credit
+    )
 
 # %% ../../nbs/derivations/02_placement.ipynb #c3a91f04
-def kl_terms(logp, ref_logp, mask, config, behaviour_logp=None, token_kl=None,
-             baseline=None):
+def kl_terms(
+    logp, ref_logp, mask, config, behaviour_logp=None, token_kl=None, baseline=None
+):
     """`kl_surrogate` before its sum over tokens and mean over sequences: (B, T).
 
     A trainer that aggregates in another way starts here. `baseline`: (B, T), detached,
@@ -194,8 +226,10 @@ def kl_terms(logp, ref_logp, mask, config, behaviour_logp=None, token_kl=None,
             credit = credit - baseline.masked_fill(~mask, 0)
         terms = terms + x["logp"] * credit
     elif baseline is not None:
-        raise ValueError(f"baseline is given: placement={config.placement!r} has no credit "
-                         "from which to subtract it")
+        raise ValueError(
+            f"baseline is given: placement={config.placement!r} has no credit "
+            "from which to subtract it"
+        )
     if config.importance != "none":
         terms = terms * importance_weight(x["logp"], x["behaviour_logp"], config.importance)
     return terms

@@ -10,12 +10,11 @@ from contextlib import contextmanager
 from functools import cached_property
 
 import torch
+from ..theory.estimators import exact_kl
+from ..theory.surrogate import kl_credit, kl_terms
 from trl import GRPOTrainer, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
-
-from ..theory.estimators import exact_kl
-from ..theory.surrogate import kl_credit, kl_terms
 
 # %% ../../nbs/trainers/03_penalty.ipynb #98ae1c30
 def divisor(args):
@@ -37,9 +36,11 @@ def leave_one_out(credit, group, scored):
     others = members(group, scored) - 1
     return (sums[group] - credit) / others.clamp(min=1)[:, None] * (others > 0)[:, None]
 
+
 def members(group, scored):
     "How many members of each sequence's group have a reward, (B,)."
     return torch.zeros_like(group).index_add_(0, group, scored.to(group.dtype))[group]
+
 
 def deviation(values, size=None):
     "Standard deviation of groups of `size`, or of all, (B,); nan is left out, as in TRL."
@@ -49,16 +50,26 @@ def deviation(values, size=None):
     return (square / (count - 1).clamp(min=1)).sqrt().expand_as(groups).flatten()
 
 # %% ../../nbs/trainers/03_penalty.ipynb #c2228918
-EPSILON = 1e-4      # TRL adds it to a standard deviation before it divides by it
-SMALL = 1024        # vocabularies up to this size are kept whole, for exact KLs in the log
-IMAGES = ("pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask",
-          "spatial_shapes", "num_tiles", "image_sizes", "token_type_ids",
-          "mm_token_type_ids", "image_position_ids")
+EPSILON = 1e-4  # TRL adds it to a standard deviation before it divides by it
+SMALL = 1024  # vocabularies up to this size are kept whole, for exact KLs in the log
+IMAGES = (
+    "pixel_values",
+    "image_grid_thw",
+    "num_images",
+    "pixel_attention_mask",
+    "spatial_shapes",
+    "num_tiles",
+    "image_sizes",
+    "token_type_ids",
+    "mm_token_type_ids",
+    "image_position_ids",
+)
 TEXT = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask")
 
 # %% ../../nbs/trainers/03_penalty.ipynb #16b7d7ec
 class _Passes:
     "Log-prob passes: the policy's, kept with its graph, and the reference's."
+
     phase = inputs = logps = logits = old = None
 
     @property
@@ -83,8 +94,9 @@ class _Passes:
         config = self.accelerator.unwrap_model(self.model).config.get_text_config()
         return config.vocab_size <= SMALL
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask,
-                                           logits_to_keep, *args, **kwargs):
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+    ):
         run = super()._get_per_token_logps_and_entropies
         if self.phase == "scoring" and self.one_step and not self.use_vllm:
             return input_ids[:, -logits_to_keep:] * 0.0, None, None  # the loss has them
@@ -103,14 +115,27 @@ class _Passes:
 # %% ../../nbs/trainers/03_penalty.ipynb #b5dc1b72
 class _Logits(_Passes):
     "Passes that keep the logits, and the model that they run."
-    def from_logits(self, model, input_ids, attention_mask, logits_to_keep, batch_size=None,
-                    compute_entropy=False, **_):
+
+    def from_logits(
+        self,
+        model,
+        input_ids,
+        attention_mask,
+        logits_to_keep,
+        batch_size=None,
+        compute_entropy=False,
+        **_,
+    ):
         "TRL's log-probs and entropies, and the logits that they come from."
         rows, out = batch_size or len(input_ids), []
         for ids, attention in zip(input_ids.split(rows), attention_mask.split(rows)):
             with self.accelerator.autocast():
-                logits = model(input_ids=ids, attention_mask=attention, use_cache=False,
-                               logits_to_keep=logits_to_keep + 1).logits[:, :-1]
+                logits = model(
+                    input_ids=ids,
+                    attention_mask=attention,
+                    use_cache=False,
+                    logits_to_keep=logits_to_keep + 1,
+                ).logits[:, :-1]
             logits = logits / self.temperature
             dtype = torch.promote_types(logits.dtype, torch.float32)
             every = torch.log_softmax(logits, -1, dtype=dtype)
@@ -123,7 +148,8 @@ class _Logits(_Passes):
             out.append((logps, entropy, kept))
         logps, entropy, logits = (
             None if x[0] is None else torch.cat(x) if len(x) > 1 else x[0]
-            for x in zip(*out))  # one part stays what the rest grew from
+            for x in zip(*out)
+        )  # one part stays what the rest grew from
         self.logits = logits
         return logps, entropy, None
 
@@ -141,8 +167,11 @@ class _Logits(_Passes):
     def rows(self):
         "Sequences in a pass."
         args = self.args
-        return args.per_device_train_batch_size if self.model.training \
+        return (
+            args.per_device_train_batch_size
+            if self.model.training
             else args.per_device_eval_batch_size
+        )
 
     def run_pass(self, batch, reference, logits=False):
         "Log-probs of a batch, (B, T), without a graph; with `logits` also (B, T, V)."
@@ -154,10 +183,14 @@ class _Logits(_Passes):
         before = self.phase, self.logits  # the loss may be waiting with its own
         self.phase = "logits" if logits else "pass"
         try:
-            with torch.no_grad(), disable_gradient_checkpointing(self.model, quiet), \
-                    self.model_of(reference) as model:
+            with (
+                torch.no_grad(),
+                disable_gradient_checkpointing(self.model, quiet),
+                self.model_of(reference) as model,
+            ):
                 logps = self._get_per_token_logps_and_entropies(
-                    model, ids, attention, keep, self.rows, **images)[0]
+                    model, ids, attention, keep, self.rows, **images
+                )[0]
             found = self.logits
         finally:
             self.phase, self.logits = before
@@ -166,6 +199,7 @@ class _Logits(_Passes):
 # %% ../../nbs/trainers/03_penalty.ipynb #2bd6373d
 class _Scoring(_Logits):
     "What is known when a batch has been sampled: the reference's log-probs, the baseline."
+
     def _calculate_rewards(self, *args, **kwargs):
         self.rewards = super()._calculate_rewards(*args, **kwargs)
         return self.rewards
@@ -178,11 +212,18 @@ class _Scoring(_Logits):
             batch = super()._generate_and_score_completions(inputs)
         finally:
             self.phase = None
-        other = "images" if batch.get("pixel_values") is not None else \
-            "an auxiliary loss" if self.aux_loss_enabled else None
+        other = (
+            "images"
+            if batch.get("pixel_values") is not None
+            else "an auxiliary loss"
+            if self.aux_loss_enabled
+            else None
+        )
         if self.kl.estimator == "exact" and other:
-            raise ValueError("estimator='exact': whole distributions are computed for text "
-                             f"and without auxiliary losses, and this model has {other}")
+            raise ValueError(
+                "estimator='exact': whole distributions are computed for text "
+                f"and without auxiliary losses, and this model has {other}"
+            )
         if self.small and self.whole:
             ref_logp, batch["ref_logits"] = self.run_pass(batch, True, logits=True)
         else:
@@ -197,6 +238,7 @@ class _Scoring(_Logits):
 # %% ../../nbs/trainers/03_penalty.ipynb #4784e8f5
 class _Baseline(_Scoring):
     "The baseline and the scale of a penalty that is part of the return."
+
     @property
     def group_size(self):
         "Responses to a prompt."
@@ -206,14 +248,17 @@ class _Baseline(_Scoring):
         "Into the batch: the group of each sequence, and what its loss cannot know."
         args, size, like = self.args, self.group_size, batch["ref_per_token_logps"]
         first = self.accelerator.process_index * len(like)
-        here = slice(first, first + len(like))   # of the sequences of all processes
+        here = slice(first, first + len(like))  # of the sequences of all processes
         scored = ~self.rewards.isnan().all(1)
         group = torch.arange(len(scored), device=like.device) // size
         count = members(group, scored)[here].to(like)
         own = (count - 1) / count if isinstance(self, GRPOTrainer) else (count > 1).to(like)
         scale = own.nan_to_num(0, 0, 0) * scored[here]
-        batch |= {"kl_group": group[here], "kl_scored": scored[here],
-                  "kl_scale": scale[:, None]}
+        batch |= {
+            "kl_group": group[here],
+            "kl_scored": scored[here],
+            "kl_scale": scale[:, None],
+        }
         parts = args.steps_per_generation * self.num_iterations
         alone = parts * self.accelerator.num_processes == 1 or not self.model.training
         if divisor(args) == "none" and alone:
@@ -222,7 +267,7 @@ class _Baseline(_Scoring):
         everyone = self.accelerator.pad_across_processes(credit, dim=1)
         everyone = self.accelerator.gather(everyone)
         baseline = leave_one_out(everyone, group, scored)
-        batch["kl_baseline"] = baseline[here, :credit.shape[1]]
+        batch["kl_baseline"] = baseline[here, : credit.shape[1]]
         if divisor(args) != "none":
             self.normalise(batch, everyone[:, 0], size, here)
 
@@ -231,11 +276,22 @@ class _Baseline(_Scoring):
         mask, ref_logp, kl = self.mask(batch), batch["ref_per_token_logps"], None
         logp = ref_logp  # which `exact` does not read
         if self.kl.estimator == "exact":
-            parts = [{name: x[i:i + self.rows] for name, x in batch.items() if name in TEXT}
-                     for i in range(0, len(mask), self.rows)]
-            kl = torch.cat([self.exact(*(self.run_pass(part, reference, True)[1]
-                                         for reference in (False, True)), self.mask(part))
-                            for part in parts])
+            parts = [
+                {name: x[i : i + self.rows] for name, x in batch.items() if name in TEXT}
+                for i in range(0, len(mask), self.rows)
+            ]
+            kl = torch.cat(
+                [
+                    self.exact(
+                        *(
+                            self.run_pass(part, reference, True)[1]
+                            for reference in (False, True)
+                        ),
+                        self.mask(part),
+                    )
+                    for part in parts
+                ]
+            )
         else:
             logp = batch.get("kl_old", batch.get("old_per_token_logps"))
             logp = self.run_pass(batch, False) if logp is None else logp
@@ -252,17 +308,21 @@ class _Baseline(_Scoring):
         if divisor(self.args) == "advantages":
             n = (~rewards.isnan()).view(-1, size).sum(1, keepdim=True)
             own = n / (n - 1)  # turns the mean of all into that of the others; nan for one
-            before, after = (own * (x - x.nanmean(1, keepdim=True))
-                             for x in (before.view(-1, size), after.view(-1, size)))
+            before, after = (
+                own * (x - x.nanmean(1, keepdim=True))
+                for x in (before.view(-1, size), after.view(-1, size))
+            )
         among = size if divisor(self.args) == "group" else None
-        before, after = (deviation(x.flatten(), among)[here] + EPSILON
-                         for x in (before, after))
+        before, after = (
+            deviation(x.flatten(), among)[here] + EPSILON for x in (before, after)
+        )
         batch["advantages"] = batch["advantages"] * (before / after)
         batch["kl_scale"] = batch["kl_scale"] / after[:, None]
 
 # %% ../../nbs/trainers/03_penalty.ipynb #2647a95b
 class Penalty(_Baseline):
     "The penalty, added to TRL's loss."
+
     def mask(self, batch):
         "(B, T), true on the tokens that count: drawn by the policy, the end included."
         mask = batch["completion_mask"].bool()
@@ -317,9 +377,11 @@ class Penalty(_Baseline):
             if training:
                 tokens = tokens * parts / self.args.steps_per_generation
             return terms.sum() / tokens
-        raise ValueError(f"args.loss_type={self.loss_type!r}: unknown to this trainer; "
-                         "allowed are grpo, sapo, bnpo, dr_grpo, luspo, cispo, dapo and "
-                         "vespo")
+        raise ValueError(
+            f"args.loss_type={self.loss_type!r}: unknown to this trainer; "
+            "allowed are grpo, sapo, bnpo, dr_grpo, luspo, cispo, dapo and "
+            "vespo"
+        )
 
     def _compute_loss(self, model, inputs):
         if not self.kl.active:

@@ -11,18 +11,17 @@ import copy
 import warnings
 from collections import deque
 from dataclasses import fields
-from functools import lru_cache
+from functools import cache
 
 import torch
+from ..lab.gradients import PrefixTreePolicy, expected_gradient, named_objective
+from ..theory.estimators import ESTIMATORS, k3_limit, log_ratio
+from ..theory.surrogate import KLConfig
+from .penalty import Penalty, divisor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from ..theory.estimators import ESTIMATORS, k3_limit, log_ratio
-from ..lab.gradients import PrefixTreePolicy, expected_gradient, named_objective
-from .penalty import Penalty, divisor
-from ..theory.surrogate import KLConfig
-
 # %% ../../nbs/trainers/05_rloo_grpo.ipynb #3e80af2e
-@lru_cache(maxsize=None)
+@cache
 def objective(kl):
     "The on-policy objective of a `KLConfig`, as `named_objective` says it."
     if not kl.active:
@@ -32,53 +31,79 @@ def objective(kl):
     policy, ref = (PrefixTreePolicy(x, 3) for x in logits)
     return named_objective(expected_gradient(policy, ref, kl), policy, ref)
 
+
 def warn_about(kl):
     "Warn when the gradient of `kl` is that of no divergence."
     name = objective(kl)
     if name == "zero":
-        warnings.warn(f"{kl.label}: its expected gradient is zero. It adds noise and does "
-                      "not keep the policy near the reference", stacklevel=3)
+        warnings.warn(
+            f"{kl.label}: its expected gradient is zero. It adds noise and does "
+            "not keep the policy near the reference",
+            stacklevel=3,
+        )
     elif " - " in name:
-        warnings.warn(f"{kl.label}: its expected gradient is that of {name}. What is "
-                      "subtracted pushes the policy away from the reference, and training "
-                      "may collapse", stacklevel=3)
+        warnings.warn(
+            f"{kl.label}: its expected gradient is that of {name}. What is "
+            "subtracted pushes the policy away from the reference, and training "
+            "may collapse",
+            stacklevel=3,
+        )
     elif name == "none of these":
-        warnings.warn(f"{kl.label}: its expected gradient is that of no KL divergence",
-                      stacklevel=3)
+        warnings.warn(
+            f"{kl.label}: its expected gradient is that of no KL divergence", stacklevel=3
+        )
 
 # %% ../../nbs/trainers/05_rloo_grpo.ipynb #18e298b2
 def check_settings(kl, args):
     "ValueError on a setting of TRL that `kl` would silence; a warning on a cut sampler."
     if not isinstance(kl, KLConfig):
-        raise ValueError(f"kl={kl!r}: a KLConfig is needed; without a KL, "
-                         "KLConfig(placement='none')")
+        raise ValueError(
+            f"kl={kl!r}: a KLConfig is needed; without a KL, KLConfig(placement='none')"
+        )
     default = {field.name: field.default for field in fields(args)}
     for name in ("beta", "use_bias_correction_kl"):
         value = getattr(args, name, None)
         if value != default.get(name) and not (name == "beta" and value in (0, kl.beta)):
-            raise ValueError(f"args.{name}={value!r}: the KL is that of kl={kl}, so this "
-                             "setting cannot act; leave it at TRL's default")
-    if getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum" \
-            and kl.in_return:
-        raise ValueError("args.multi_objective_aggregation='normalize_then_sum': a KL in "
-                         "the reward has no place among normalised rewards; allowed is "
-                         "'sum_then_normalize', or placement='loss'")
+            raise ValueError(
+                f"args.{name}={value!r}: the KL is that of kl={kl}, so this "
+                "setting cannot act; leave it at TRL's default"
+            )
+    if (
+        getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum"
+        and kl.in_return
+    ):
+        raise ValueError(
+            "args.multi_objective_aggregation='normalize_then_sum': a KL in "
+            "the reward has no place among normalised rewards; allowed is "
+            "'sum_then_normalize', or placement='loss'"
+        )
     for name, neutral in CUT.items():
         if kl.active and (value := getattr(args, name, None)) not in neutral:
-            warnings.warn(f"args.{name}={value!r}: the responses that count are then not "
-                          "samples of the policy, and every sampled KL is biased",
-                          stacklevel=3)
+            warnings.warn(
+                f"args.{name}={value!r}: the responses that count are then not "
+                "samples of the policy, and every sampled KL is biased",
+                stacklevel=3,
+            )
     if scaled(kl, args):
-        warnings.warn("rewards less the penalty are divided by their deviation, in "
-                      "which the penalty takes part: the gradient is not that of "
-                      f"{objective(kl)}, and beta cancels where rewards are equal. Set "
-                      "scale_rewards='none' (GRPO) or normalize_advantages=False (RLOO)",
-                      stacklevel=3)
+        warnings.warn(
+            "rewards less the penalty are divided by their deviation, in "
+            "which the penalty takes part: the gradient is not that of "
+            f"{objective(kl)}, and beta cancels where rewards are equal. Set "
+            "scale_rewards='none' (GRPO) or normalize_advantages=False (RLOO)",
+            stacklevel=3,
+        )
 
 # %% ../../nbs/trainers/05_rloo_grpo.ipynb #42f57a3d
-CUT = {"top_k": (0, None, -1), "top_p": (1, None), "min_p": (0, None),
-       "repetition_penalty": (1, None), "generation_kwargs": (None, {}),
-       "vllm_structured_outputs_regex": (None,), "mask_truncated_completions": (False,)}
+CUT = {
+    "top_k": (0, None, -1),
+    "top_p": (1, None),
+    "min_p": (0, None),
+    "repetition_penalty": (1, None),
+    "generation_kwargs": (None, {}),
+    "vllm_structured_outputs_regex": (None,),
+    "mask_truncated_completions": (False,),
+}
+
 
 def scaled(kl, args):
     "Whether TRL divides a return that holds the penalty by its standard deviation."
@@ -86,11 +111,14 @@ def scaled(kl, args):
 
 # %% ../../nbs/trainers/05_rloo_grpo.ipynb #a98c614b
 WINDOW = 20  # batches over which K1 is added up
-SURE = 20    # nats: samples of the policy reach -SURE with probability below e^-SURE = 2e-9
-CAUSES = ("dropout is active (set disable_dropout=True; in attention load the model with "
-          "attention_dropout=0.0), the reference is not the policy's start (an adapter's "
-          "base, weights changed after loading, another revision), reference log-probs are "
-          "missing, or the temperatures differ")
+SURE = 20  # nats: samples of the policy reach -SURE with probability below e^-SURE = 2e-9
+CAUSES = (
+    "dropout is active (set disable_dropout=True; in attention load the model with "
+    "attention_dropout=0.0), the reference is not the policy's start (an adapter's "
+    "base, weights changed after loading, another revision), reference log-probs are "
+    "missing, or the temperatures differ"
+)
+
 
 class NotFinite(ValueError):
     "A log-prob that is nan or infinite: the message has sequence and token."
@@ -98,6 +126,7 @@ class NotFinite(ValueError):
 # %% ../../nbs/trainers/05_rloo_grpo.ipynb #1927aa92
 class _Watch:
     "Guards and measurements; nothing here touches the gradient."
+
     started = False
 
     def check(self, batch):
@@ -106,8 +135,10 @@ class _Watch:
         for name, x in (("logp", logp), ("ref_logp", batch["ref_per_token_logps"])):
             if len(bad := (mask & ~x.isfinite()).nonzero()):
                 i, t = bad[0].tolist()
-                raise NotFinite(f"{name} is {x[i, t].item()} at sequence {i}, token {t}: "
-                                "the policy has diverged, or a model is damaged")
+                raise NotFinite(
+                    f"{name} is {x[i, t].item()} at sequence {i}, token {t}: "
+                    "the policy has diverged, or a model is damaged"
+                )
         first = not self.started and not self.state.global_step and self.model.training
         if not first or not mask.any():
             return
@@ -116,9 +147,11 @@ class _Watch:
         whole = self.model.dtype in (torch.float32, torch.float64) and not self.args.bf16
         allowed = 1e-3 if whole else 2e-2
         if gap > allowed:
-            raise ValueError("before the first step policy and reference differ by "
-                             f"{gap:.2g} nats a token (allowed: {allowed:g}). Likely "
-                             f"causes: {CAUSES}")
+            raise ValueError(
+                "before the first step policy and reference differ by "
+                f"{gap:.2g} nats a token (allowed: {allowed:g}). Likely "
+                f"causes: {CAUSES}"
+            )
 
     def watch(self, loss, penalty, batch):
         mask, mode = self.mask(batch), "train" if self.model.training else "eval"
@@ -130,13 +163,21 @@ class _Watch:
             values["exact"] = self.exact(*pair, mask)
             values["forward"] = self.exact(*pair[::-1], mask)
         tops = log_ratio(logp, ref_logp) > k3_limit(logp.dtype)
-        sums = torch.stack([*(x.sum() for x in values.values()), tops.sum(), mask.sum(),
-                            mask.new_tensor(len(mask), dtype=logp.dtype)])
+        sums = torch.stack(
+            [
+                *(x.sum() for x in values.values()),
+                tops.sum(),
+                mask.sum(),
+                mask.new_tensor(len(mask), dtype=logp.dtype),
+            ]
+        )
         *sums, extreme, tokens, count = self.accelerator.reduce(sums, "sum").tolist()
         found = {f"kl/{name}": total / count for name, total in zip(values, sums)}
         used = "k1" if isinstance(self, RLOOTrainer) else "k3"
-        found |= {"kl": found[f"kl/{used}"] * count / max(tokens, 1),
-                  "kl/extreme_tokens": extreme}
+        found |= {
+            "kl": found[f"kl/{used}"] * count / max(tokens, 1),
+            "kl/extreme_tokens": extreme,
+        }
         if mode == "train" and (self.small or self.kl.estimator != "exact"):
             found["kl/gradient_share"] = self.gradient_share(loss, penalty)
         for name, value in found.items():
@@ -146,8 +187,13 @@ class _Watch:
     def gradient_share(self, loss, penalty):
         "Of the penalty in the gradient with respect to log-probs (logits if exact)."
         at = self.logits if self.kl.estimator == "exact" else self.logps
-        size = [grad.norm() for term in (penalty, loss) for grad in torch.autograd.grad(
-            term, at, retain_graph=True, allow_unused=True, materialize_grads=True)]
+        size = [
+            grad.norm()
+            for term in (penalty, loss)
+            for grad in torch.autograd.grad(
+                term, at, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+        ]
         return (size[0] / (size[0] + size[1]).clamp(min=torch.finfo(at.dtype).tiny)).item()
 
     def warn_of(self, tops, k1, batch):
@@ -155,8 +201,10 @@ class _Watch:
         if tops.any() and "extreme" not in self.warned:
             i, t = tops.nonzero()[0].tolist()
             self.warned.add("extreme")
-            warnings.warn(f"the reference holds a token for more likely than exp can say: "
-                          f"sequence {i}, token {t}, id {batch['completion_ids'][i, t]}")
+            warnings.warn(
+                f"the reference holds a token for more likely than exp can say: "
+                f"sequence {i}, token {t}, id {batch['completion_ids'][i, t]}"
+            )
         if not self.one_step or not self.model.training:
             return  # minibatches: the samples are an earlier policy's, as they should be
         self.seen.append(k1.item())
@@ -166,7 +214,8 @@ class _Watch:
                 f"the K1 of the last {len(self.seen)} batches adds up to "
                 f"{sum(self.seen):.3g} nats; below -{SURE} it comes less than once in 10^8 "
                 "times when responses are samples of the policy. Likely they are not: "
-                "top_k, top_p or min_p, a temperature, stale weights")
+                "top_k, top_p or min_p, a temperature, stale weights"
+            )
 
 # %% ../../nbs/trainers/05_rloo_grpo.ipynb #23ec86c6
 def dropout_of(model):
@@ -180,18 +229,21 @@ def dropout_of(model):
 
 # %% ../../nbs/trainers/05_rloo_grpo.ipynb #1f3415f6
 class _KLTrainer(_Watch, Penalty):
-    def __init__(self, model, reward_funcs=None, args=None, train_dataset=None, *, kl=None,
-                 **kwargs):
+    def __init__(
+        self, model, reward_funcs=None, args=None, train_dataset=None, *, kl=None, **kwargs
+    ):
         args = args or self.config_class()
         if not isinstance(args, self.config_class):
-            raise ValueError(f"args: a {self.config_class.__name__} is needed, got a "
-                             f"{type(args).__name__}")
+            raise ValueError(
+                f"args: a {self.config_class.__name__} is needed, got a "
+                f"{type(args).__name__}"
+            )
         check_settings(kl, args)
         warn_about(kl)
         args = copy.copy(args)
         args.beta = kl.beta if kl.active else 0.0  # above 0, TRL loads the reference
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
-        self.kl, self.beta = kl, 0.0               # and from here on TRL adds no KL
+        self.kl, self.beta = kl, 0.0  # and from here on TRL adds no KL
         if kl.active:
             self.caution()
         self.warned, self.seen = set(), deque(maxlen=WINDOW)
@@ -199,20 +251,27 @@ class _KLTrainer(_Watch, Penalty):
     def caution(self):
         "Warn of settings under which the gradient is not that of the objective's name."
         if remedy := dropout_of(self.model):
-            warnings.warn("dropout is active: log-probs are then those of a policy without "
-                          f"some of its units, which drew no response; {remedy}",
-                          stacklevel=3)
+            warnings.warn(
+                "dropout is active: log-probs are then those of a policy without "
+                f"some of its units, which drew no response; {remedy}",
+                stacklevel=3,
+            )
         if getattr(self, "loss_type", None) in AVERAGED:
-            warnings.warn(f"args.loss_type={self.loss_type!r}: the penalty is "
-                          f"{AGGREGATION[self.loss_type]}. It is that of a whole response "
-                          "with loss_type='luspo', and up to a factor with 'dr_grpo'",
-                          stacklevel=3)
+            warnings.warn(
+                f"args.loss_type={self.loss_type!r}: the penalty is "
+                f"{AGGREGATION[self.loss_type]}. It is that of a whole response "
+                "with loss_type='luspo', and up to a factor with 'dr_grpo'",
+                stacklevel=3,
+            )
         if not self.aligned and self.kl.importance == "none":
-            warnings.warn("several steps are made on a batch: from the second on its "
-                          "responses are an earlier policy's, and with importance='none' "
-                          f"the gradient is no longer that of {objective(self.kl)}. "
-                          "importance='sequence' corrects that, with more variance the "
-                          "further the policies are apart", stacklevel=3)
+            warnings.warn(
+                "several steps are made on a batch: from the second on its "
+                "responses are an earlier policy's, and with importance='none' "
+                f"the gradient is no longer that of {objective(self.kl)}. "
+                "importance='sequence' corrects that, with more variance the "
+                "further the policies are apart",
+                stacklevel=3,
+            )
 
     def objective(self):
         "What is optimised, in a line."
@@ -225,8 +284,10 @@ class _KLTrainer(_Watch, Penalty):
         if scaled(self.kl, self.args):
             parts.append("divided by the deviation of the return (another objective)")
         if not self.aligned:
-            parts.append("on-policy; in later steps on a batch the penalty is weighted by "
-                         f"importance={self.kl.importance!r}")
+            parts.append(
+                "on-policy; in later steps on a batch the penalty is weighted by "
+                f"importance={self.kl.importance!r}"
+            )
         if self.temperature != 1:
             parts.append(f"of the policies at temperature {self.temperature:g}")
         if self.args.sync_ref_model:
@@ -241,12 +302,19 @@ class _KLTrainer(_Watch, Penalty):
 
 # %% ../../nbs/trainers/05_rloo_grpo.ipynb #aa0b72f4
 AVERAGED = ("grpo", "sapo")
-AGGREGATION = {"luspo": "summed over the tokens of a response",
-               "dr_grpo": "summed over tokens, divided by the maximum length",
-               } | dict.fromkeys(("bnpo", "cispo", "dapo", "vespo"),
-                                 "summed over tokens, divided by the tokens of the batch"
-               ) | dict.fromkeys(AVERAGED, "averaged over the tokens of each response "
-                                 "(another objective)")
+AGGREGATION = (
+    {
+        "luspo": "summed over the tokens of a response",
+        "dr_grpo": "summed over tokens, divided by the maximum length",
+    }
+    | dict.fromkeys(
+        ("bnpo", "cispo", "dapo", "vespo"),
+        "summed over tokens, divided by the tokens of the batch",
+    )
+    | dict.fromkeys(
+        AVERAGED, "averaged over the tokens of each response (another objective)"
+    )
+)
 
 # %% ../../nbs/trainers/05_rloo_grpo.ipynb #2d1e986c
 class KLRLOOTrainer(_KLTrainer, RLOOTrainer):
@@ -255,10 +323,13 @@ class KLRLOOTrainer(_KLTrainer, RLOOTrainer):
     Raises ValueError on a setting of TRL's own KL, on log-probs that are not finite
     (`NotFinite`) and when policy and reference differ before the first step.
     """
+
     config_class = RLOOConfig
+
 
 class KLGRPOTrainer(_KLTrainer, GRPOTrainer):
     "TRL's `GRPOTrainer` with the KL of `kl`; as `KLRLOOTrainer`."
+
     config_class = GRPOConfig
 
 # %% ../../nbs/trainers/05_rloo_grpo.ipynb #34e836f9
@@ -274,8 +345,13 @@ def stock_trainer(config: KLConfig) -> tuple[type, type, dict]:
         return RLOOTrainer, RLOOConfig, {"beta": config.beta}
     if parts in (("k3", "loss", "sequence", "none"), ("k3", "both", "token", "token")):
         corrected = config.placement == "both"
-        return GRPOTrainer, GRPOConfig, {"beta": config.beta,
-                                         "use_bias_correction_kl": corrected}
-    raise ValueError(f"config {config}: TRL's stock trainers have no KL, K1 in the reward "
-                     "with sequence credit, K3 in the loss, and K3 in both with token "
-                     "credit and token importance")
+        return (
+            GRPOTrainer,
+            GRPOConfig,
+            {"beta": config.beta, "use_bias_correction_kl": corrected},
+        )
+    raise ValueError(
+        f"config {config}: TRL's stock trainers have no KL, K1 in the reward "
+        "with sequence credit, K3 in the loss, and K3 in both with token "
+        "credit and token importance"
+    )

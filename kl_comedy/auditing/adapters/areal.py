@@ -12,20 +12,30 @@ from areal.api.cli_args import PPOConfig, to_structured_cfg
 from areal.trainer.ppo.actor import PPOActor
 from areal.utils.data import KLEstimator
 from areal.utils.functional import ppo_actor_loss_fn
-from omegaconf import OmegaConf
-
 from ..adapter import Setting, flat, options, what_changes
+from omegaconf import OmegaConf
 
 # %% ../../../nbs/auditing/adapters/areal.ipynb #4a1bd739
 #| eval: false
 def actor(coef, kl):
     "The fields of a `PPOActor` with its default configuration."
-    config = SimpleNamespace(overlong_reward_penalty=False, use_decoupled_loss=False,
-                             recompute_logprob=False)
+    config = SimpleNamespace(
+        overlong_reward_penalty=False, use_decoupled_loss=False, recompute_logprob=False
+    )
     return SimpleNamespace(
-        config=config, reward_bias=0.0, reward_scaling=1.0, reward_clip=20.0,
-        reward_norm=None, adv_norm=None, kl_ctl=coef, kl_estimator=KLEstimator(kl),
-        discount=1.0, gae_lambda=1.0, mask_no_eos_with_zero=False)
+        config=config,
+        reward_bias=0.0,
+        reward_scaling=1.0,
+        reward_clip=20.0,
+        reward_norm=None,
+        adv_norm=None,
+        kl_ctl=coef,
+        kl_estimator=KLEstimator(kl),
+        discount=1.0,
+        gae_lambda=1.0,
+        mask_no_eos_with_zero=False,
+    )
+
 
 def shifted(x, before):
     "x (B, T) with one more column of zeros, at the prompt or after the end."
@@ -38,36 +48,57 @@ def loss(batch, coef=1.0, kl="k1", ref=True):
     tokens = shifted(batch.tokens, True)
     to_the_end = batch.mask.flip(1).cumsum(1).flip(1) > 0  # a hole in the mask is attended
     attention = torch.nn.functional.pad(to_the_end, (1, 0), value=True)
-    data = {"input_ids": tokens, "attention_mask": attention,
-            "rewards": batch.reward.float(), "loss_mask": shifted(batch.mask, True),
-            "logprobs": shifted(batch.behaviour_logp, True)}
+    data = {
+        "input_ids": tokens,
+        "attention_mask": attention,
+        "rewards": batch.reward.float(),
+        "loss_mask": shifted(batch.mask, True),
+        "logprobs": shifted(batch.behaviour_logp, True),
+    }
     if ref:
         data["ref_logp"] = shifted(batch.ref_logp, False)
     data = PPOActor._compute_advantages(actor(coef, kl), data)
     found, _ = ppo_actor_loss_fn(
-        shifted(batch.logp, False), data["prox_logp"], data["logprobs"], data["advantages"],
-        0.2, data["loss_mask"].bool())
+        shifted(batch.logp, False),
+        data["prox_logp"],
+        data["logprobs"],
+        data["advantages"],
+        0.2,
+        data["loss_mask"].bool(),
+    )
     return found
 
 # %% ../../../nbs/auditing/adapters/areal.ipynb #2dd15234
 #| eval: false
 DOCS = {"docs": "KL divergence coefficient", "where": "areal/api/cli_args.py, kl_ctl"}
 
+
 def settings():
     "The `Setting`s of AReaL."
     off = {"coef": 0.0}
-    yield Setting("actor.kl_estimator=k1 ref=None",
-                  what_changes(loss, off, ref=False), "K1 in reward, no reference",
-                  default=True, **DOCS)
+    yield Setting(
+        "actor.kl_estimator=k1 ref=None",
+        what_changes(loss, off, ref=False),
+        "K1 in reward, no reference",
+        default=True,
+        **DOCS,
+    )
     for kl in ("k1", "k2", "k3"):
-        yield Setting(f"actor.kl_estimator={kl} ref={{...}}",
-                      what_changes(loss, off, kl=kl), f"{kl.upper()} in reward", **DOCS)
+        yield Setting(
+            f"actor.kl_estimator={kl} ref={{...}}",
+            what_changes(loss, off, kl=kl),
+            f"{kl.upper()} in reward",
+            **DOCS,
+        )
 
 # %% ../../../nbs/auditing/adapters/areal.ipynb #23ab4df0
 #| eval: false
 KIND, CONFIG = "yaml", "areal/api/cli_args.py"
-REF = ["ref:"] + [f"  {name}: ${{actor.{name}}}" for name in (
-    "backend", "experiment_name", "trial_name", "path")]
+REF = ["ref:"] + [
+    f"  {name}: ${{actor.{name}}}"
+    for name in ("backend", "experiment_name", "trial_name", "path")
+]
+
 
 def written(label):
     "Options of a setting, and the lines of a configuration."
@@ -75,6 +106,7 @@ def written(label):
     ref = found.pop("ref") != "None"
     lines = [f"  {name.removeprefix('actor.')}: {value}" for name, value in found.items()]
     return found, ["actor:", *lines, *(REF if ref else ())]
+
 
 def parsed(lines):
     "All options as AReaL reads them."

@@ -8,11 +8,10 @@ __all__ = ['WHERE', 'KIND', 'CONFIG', 'aggregate', 'loss', 'in_loss', 'settings'
 from unittest import mock
 
 import torch
+from ..adapter import Setting, options, what_changes
 from swift.arguments import RLHFArguments
 from swift.rl_core.advantage import compute_advantages
 from transformers import HfArgumentParser
-
-from ..adapter import Setting, options, what_changes
 
 # %% ../../../nbs/auditing/adapters/ms_swift.ipynb #6d738c5d
 #| eval: false
@@ -22,50 +21,65 @@ def aggregate(each, mask, loss_type):
         return ((each * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
     return (each * mask).sum() / mask.sum().clamp(min=1.0)  # bnpo, and dapo on one device
 
+
 def loss(batch, beta=1.0, estimator="rloo", scale="none", loss_type="grpo"):
     "The policy loss, with the penalty in the reward."
     kl = ((batch.behaviour_logp - batch.ref_logp) * batch.mask).sum(-1)
-    advantages, _ = compute_advantages(batch.reward[:, None], torch.ones(1), 2, estimator,
-                                       scale, True, beta, kl)
+    advantages, _ = compute_advantages(
+        batch.reward[:, None], torch.ones(1), 2, estimator, scale, True, beta, kl
+    )
     ratio = (batch.logp - batch.behaviour_logp).exp()
     advantages = advantages[:, None]
     each = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
     return aggregate(each, batch.mask, loss_type)
+
 
 def in_loss(loss_type):
     def found(batch):
         gap = torch.clamp(batch.ref_logp - batch.logp, min=-20, max=20)
         each = torch.clamp(torch.exp(gap) - gap - 1, min=-10, max=10)
         return aggregate(each, batch.mask, loss_type)
+
     return found
 
 # %% ../../../nbs/auditing/adapters/ms_swift.ipynb #10c852d2
 #| eval: false
 WHERE = "swift/rlhf_trainers/args_mixin.py, kl_in_reward"
 
+
 def settings():
     "The `Setting`s of ms-swift."
     for kind in ("grpo", "dapo"):
-        yield Setting(f"--advantage_estimator grpo --loss_type {kind}", in_loss(kind),
-                      "K3 in loss", default=kind == "grpo",
-                      docs="kl_in_reward is False for grpo: the KL is a term of the loss",
-                      where=WHERE)
+        yield Setting(
+            f"--advantage_estimator grpo --loss_type {kind}",
+            in_loss(kind),
+            "K3 in loss",
+            default=kind == "grpo",
+            docs="kl_in_reward is False for grpo: the KL is a term of the loss",
+            where=WHERE,
+        )
     for estimator, scale in (("rloo", "none"), ("reinforce_plus_plus", "batch")):
         for kind in ("grpo", "dapo"):
-            yield Setting(f"--advantage_estimator {estimator} --loss_type {kind}",
-                          what_changes(loss, {"beta": 0.0}, estimator=estimator,
-                                       scale=scale, loss_type=kind), "K1 in reward",
-                          docs="kl_in_reward is True: the KL is subtracted from the reward",
-                          where=WHERE)
+            yield Setting(
+                f"--advantage_estimator {estimator} --loss_type {kind}",
+                what_changes(
+                    loss, {"beta": 0.0}, estimator=estimator, scale=scale, loss_type=kind
+                ),
+                "K1 in reward",
+                docs="kl_in_reward is True: the KL is subtracted from the reward",
+                where=WHERE,
+            )
 
 # %% ../../../nbs/auditing/adapters/ms_swift.ipynb #47f0de65
 #| eval: false
 KIND, CONFIG = "text", "swift/arguments/rlhf_args.py"
 
+
 def written(label):
     "Options of a setting, and the flags that a user writes."
     found = {"rlhf_type": "grpo"} | options(label) | {"beta": "0.04"}
     return found, [f"--{name} {value}" for name, value in found.items()]
+
 
 def settle(arguments):
     "The part of `__post_init__` that the KL depends on."
@@ -73,11 +87,13 @@ def settle(arguments):
     arguments._init_grpo()
     arguments._set_default()
 
+
 def parsed(lines):
     "All options as ms-swift reads and settles them."
     with mock.patch.object(RLHFArguments, "__post_init__", settle):
         (found,) = HfArgumentParser(RLHFArguments).parse_args_into_dataclasses(
-            " ".join(lines).split())
+            " ".join(lines).split()
+        )
     if found.rlhf_type == "grpo":
         rloo = found.advantage_estimator == "rloo"  # what `loss` above was given
         assert found.kl_in_reward == (found.advantage_estimator != "grpo")

@@ -8,15 +8,15 @@ __all__ = ['LONGEST', 'REWARD', 'WHERE', 'KIND', 'CONFIG', 'Strategy', 'Learner'
 from unittest import mock
 
 import torch
+from ..adapter import Setting, options, what_changes, whole_responses
 from oat.algorithms.ppo import PPOArgs, PPOLearner
 from oat.args import get_default_args
-
-from ..adapter import Setting, options, what_changes, whole_responses
 
 # %% ../../../nbs/auditing/adapters/oat.ipynb #a09bf0c6
 #| eval: false
 class Strategy:
     "Keeps the first loss that is to be differentiated: the policy's."
+
     grad_acc_step, loss = 1, None
 
     def backward(self, loss, model, optimizer):
@@ -32,6 +32,7 @@ class Strategy:
 #| eval: false
 class Learner(PPOLearner):
     "A `PPOLearner` whose forward passes return the log-probs of a `Batch`."
+
     def __init__(self, args, batch):
         self.model, self.optimizer, self.scheduler = "policy", None, None
         self.critic_optimizer, self.critic_scheduler = None, None
@@ -46,27 +47,39 @@ class Learner(PPOLearner):
     def get_batch_logps(self, model, input_ids, **_):
         drawn = self.batch.logp if torch.is_grad_enabled() else self.batch.behaviour_logp
         logps = self.batch.ref_logp if model == "reference" else drawn
-        logps = logps[input_ids[:, 0], :input_ids.shape[1] - 1].float()
+        logps = logps[input_ids[:, 0], : input_ids.shape[1] - 1].float()
         return logps, torch.zeros_like(logps)
 
 # %% ../../../nbs/auditing/adapters/oat.ipynb #269dcbbe
 #| eval: false
 LONGEST = 4  # generate_max_length, by which drgrpo divides; 512 by default
 
+
 def loss(batch, critic_type="drgrpo", beta=0.0, kl_penalty_coef=0.0):
     "The policy loss of `learning_step`, with the penalties of either coefficient."
     n, mask = len(batch.mask), whole_responses(batch)
-    args = PPOArgs(critic_type=critic_type, beta=beta, kl_penalty_coef=kl_penalty_coef,
-                   num_samples=2, generate_max_length=LONGEST,
-                   train_batch_size_per_device=n)
+    args = PPOArgs(
+        critic_type=critic_type,
+        beta=beta,
+        kl_penalty_coef=kl_penalty_coef,
+        num_samples=2,
+        generate_max_length=LONGEST,
+        train_batch_size_per_device=n,
+    )
     first = torch.arange(n)[:, None]
-    data = {"input_ids": torch.cat([first, batch.tokens], 1),
-            "attention_mask": torch.cat([first >= 0, mask], 1), "prompt_ids_lens": [1] * n,
-            "rewards": batch.reward[:, None].tolist(), "loss_masks": [True] * n,
-            "action_logprobs": [x[m].tolist() for x, m in zip(batch.behaviour_logp, mask)]}
+    data = {
+        "input_ids": torch.cat([first, batch.tokens], 1),
+        "attention_mask": torch.cat([first >= 0, mask], 1),
+        "prompt_ids_lens": [1] * n,
+        "rewards": batch.reward[:, None].tolist(),
+        "loss_masks": [True] * n,
+        "action_logprobs": [x[m].tolist() for x, m in zip(batch.behaviour_logp, mask)],
+    }
     learner = Learner(args, batch)
-    with mock.patch("torch.cuda.current_device", return_value="cpu"), \
-            mock.patch("gc.collect"):  # only for time: it is called at every step
+    with (
+        mock.patch("torch.cuda.current_device", return_value="cpu"),
+        mock.patch("gc.collect"),
+    ):  # only for time: it is called at every step
         learner.learning_step(data)
     return learner.strategy.loss
 
@@ -75,30 +88,55 @@ def loss(batch, critic_type="drgrpo", beta=0.0, kl_penalty_coef=0.0):
 REWARD = "KL coefficient for pseudo rewards"
 WHERE = {"beta": "oat/args.py, beta", "coef": "oat/algorithms/ppo.py, PPOArgs"}
 
+
 def settings():
     "The `Setting`s of oat."
     off = {"beta": 0.0, "kl_penalty_coef": 0.0}
     both, reward = {"beta": 1.0, "kl_penalty_coef": 1.0}, {"kl_penalty_coef": 1.0}
-    yield Setting("--beta 0.1", what_changes(loss, off, beta=1.0), "K3 in loss",
-                  default=True, docs="used in KL-regularized losses", where=WHERE["beta"])
-    yield Setting("--kl_penalty_coef 0.1 --beta 0", what_changes(loss, off, **reward),
-                  "K1 in reward", docs=REWARD, where=WHERE["coef"])
-    yield Setting("--kl_penalty_coef 0.1", what_changes(loss, off, **both),
-                  "K1 in reward, K3 in loss", docs=REWARD, where=WHERE["coef"])
+    yield Setting(
+        "--beta 0.1",
+        what_changes(loss, off, beta=1.0),
+        "K3 in loss",
+        default=True,
+        docs="used in KL-regularized losses",
+        where=WHERE["beta"],
+    )
+    yield Setting(
+        "--kl_penalty_coef 0.1 --beta 0",
+        what_changes(loss, off, **reward),
+        "K1 in reward",
+        docs=REWARD,
+        where=WHERE["coef"],
+    )
+    yield Setting(
+        "--kl_penalty_coef 0.1",
+        what_changes(loss, off, **both),
+        "K1 in reward, K3 in loss",
+        docs=REWARD,
+        where=WHERE["coef"],
+    )
     for critic in ("grpo", "ppo"):
-        yield Setting(f"--critic_type {critic} --beta 0.1",
-                      what_changes(loss, off, critic_type=critic, beta=1.0), "K3 in loss")
-        yield Setting(f"--critic_type {critic} --kl_penalty_coef 0.1 --beta 0",
-                      what_changes(loss, off, critic_type=critic, **reward), "K1 in reward")
+        yield Setting(
+            f"--critic_type {critic} --beta 0.1",
+            what_changes(loss, off, critic_type=critic, beta=1.0),
+            "K3 in loss",
+        )
+        yield Setting(
+            f"--critic_type {critic} --kl_penalty_coef 0.1 --beta 0",
+            what_changes(loss, off, critic_type=critic, **reward),
+            "K1 in reward",
+        )
 
 # %% ../../../nbs/auditing/adapters/oat.ipynb #2f72d6d5
 #| eval: false
 KIND, CONFIG = "text", "oat/algorithms/ppo.py"
 
+
 def written(label):
     "Options of a setting, and the flags that a user writes."
     found = options(label)
     return found, [f"--{name} {value}" for name, value in found.items()]
+
 
 def parsed(lines):
     "All options as oat's command has them."

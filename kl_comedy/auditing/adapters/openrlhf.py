@@ -13,25 +13,31 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from ..adapter import Setting, flat, options, what_changes
 from openrlhf.models.loss import PolicyLoss, aggregate_loss
 from openrlhf.models.utils import compute_approx_kl
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
-
-from ..adapter import Setting, flat, options, what_changes
 
 # %% ../../../nbs/auditing/adapters/openrlhf.ipynb #886151ff
 #| eval: false
 def maker(estimator, coef):
     "A `RemoteExperienceMaker` without workers."
     made = SimpleNamespace(
-        algo=SimpleNamespace(advantage=SimpleNamespace(
-            estimator=estimator, gamma=1, lambd=1, no_std_norm=False)),
+        algo=SimpleNamespace(
+            advantage=SimpleNamespace(
+                estimator=estimator, gamma=1, lambd=1, no_std_norm=False
+            )
+        ),
         rollout=SimpleNamespace(n_samples_per_prompt=2),
-        reward=SimpleNamespace(clip_range=(-10, 10), overlong_buffer_len=None,
-                               stop_properly_penalty_coef=None))
-    self = SimpleNamespace(strategy=SimpleNamespace(args=made),
-                           advantage_estimator=estimator,
-                           kl_ctl=SimpleNamespace(value=coef))
+        reward=SimpleNamespace(
+            clip_range=(-10, 10), overlong_buffer_len=None, stop_properly_penalty_coef=None
+        ),
+    )
+    self = SimpleNamespace(
+        strategy=SimpleNamespace(args=made),
+        advantage_estimator=estimator,
+        kl_ctl=SimpleNamespace(value=coef),
+    )
     for name in ("get_cumulative_returns", "get_advantages_and_returns"):
         setattr(self, name, partial(getattr(RemoteExperienceMaker, name), self))
     return self
@@ -41,54 +47,92 @@ def maker(estimator, coef):
 def loss(batch, kl="k1", estimator="rloo", coef=1.0, loss_agg_mode="token-mean"):
     "The policy loss, with the penalty in the reward."
     experience = SimpleNamespace(
-        index=list(range(len(batch.reward))), rewards=batch.reward, info={},
+        index=list(range(len(batch.reward))),
+        rewards=batch.reward,
+        info={},
         kl=compute_approx_kl(batch.behaviour_logp, batch.ref_logp, kl_estimator=kl),
-        action_mask=batch.mask, values=torch.zeros_like(batch.ref_logp))
+        action_mask=batch.mask,
+        values=torch.zeros_like(batch.ref_logp),
+    )
     made = maker(estimator, coef)
     RemoteExperienceMaker.compute_advantages_and_returns(made, [experience])
     policy_loss = PolicyLoss(token_level_loss=loss_agg_mode == "token-mean")
-    return policy_loss(batch.logp, batch.behaviour_logp, experience.advantages,
-                       action_mask=batch.mask)[0]
+    return policy_loss(
+        batch.logp, batch.behaviour_logp, experience.advantages, action_mask=batch.mask
+    )[0]
+
 
 def in_reward(**on):
     return what_changes(loss, {"coef": 0.0}, **on)
 
+
 def in_loss(kl, unbiased=False, loss_agg_mode="token-mean"):
     def found(batch):
-        each = compute_approx_kl(batch.logp, batch.ref_logp, batch.behaviour_logp, kl,
-                                 unbiased)
+        each = compute_approx_kl(
+            batch.logp, batch.ref_logp, batch.behaviour_logp, kl, unbiased
+        )
         return aggregate_loss(each, batch.mask, loss_agg_mode == "token-mean")
+
     return found
 
 # %% ../../../nbs/auditing/adapters/openrlhf.ipynb #d99290f0
 #| eval: false
 ESTIMATOR, HELP = "--algo.advantage.estimator ", "openrlhf/cli/train_ppo_ray.py, help of "
 USE = "--algo.kl.use_loss --algo.kl.estimator "
-UNBIASED = ("backpropagates the true reverse-KL gradient; k1, k2 and k3 share the same "
-            "unbiased gradient")
-SAYS = {"k2": "k2, as the loss, is nearly equivalent to k1",
-        "k3": "GRPO takes k3 as the loss"}
+UNBIASED = (
+    "backpropagates the true reverse-KL gradient; k1, k2 and k3 share the same "
+    "unbiased gradient"
+)
+SAYS = {
+    "k2": "k2, as the loss, is nearly equivalent to k1",
+    "k3": "GRPO takes k3 as the loss",
+}
 
 # %% ../../../nbs/auditing/adapters/openrlhf.ipynb #c7764a50
 #| eval: false
 def settings():
     "The `Setting`s of OpenRLHF."
-    yield Setting("(none)", in_reward(estimator="gae"), "K1 in reward", default=True,
-                  docs="KL penalty in PPO", where=HELP + "--algo.kl.init_coef")
+    yield Setting(
+        "(none)",
+        in_reward(estimator="gae"),
+        "K1 in reward",
+        default=True,
+        docs="KL penalty in PPO",
+        where=HELP + "--algo.kl.init_coef",
+    )
     for name in ("rloo", "dr_grpo", "group_norm", "reinforce_baseline", "reinforce"):
         yield Setting(ESTIMATOR + name, in_reward(estimator=name), "K1 in reward")
-    yield Setting(f"{ESTIMATOR}rloo --actor.loss_agg_mode seq-mean-token-mean",
-                  in_reward(loss_agg_mode="seq-mean-token-mean"), "K1 in reward")
+    yield Setting(
+        f"{ESTIMATOR}rloo --actor.loss_agg_mode seq-mean-token-mean",
+        in_reward(loss_agg_mode="seq-mean-token-mean"),
+        "K1 in reward",
+    )
     for kl in ("k2", "k3"):
-        yield Setting(f"{ESTIMATOR}rloo --algo.kl.estimator {kl}", in_reward(kl=kl),
-                      f"{kl.upper()} in reward")
+        yield Setting(
+            f"{ESTIMATOR}rloo --algo.kl.estimator {kl}",
+            in_reward(kl=kl),
+            f"{kl.upper()} in reward",
+        )
     for kl in ("k1", "k2", "k3"):
-        yield Setting(USE + kl, in_loss(kl), f"{kl.upper()} in loss", docs=SAYS.get(kl, ""),
-                      where=HELP + "--algo.kl.estimator" if kl in SAYS else "")
-    yield Setting(f"{USE}k3 --actor.loss_agg_mode seq-mean-token-mean",
-                  in_loss("k3", loss_agg_mode="seq-mean-token-mean"), "K3 in loss")
-    yield Setting(f"{USE}k3 --algo.kl.unbiased_gradient", in_loss("k3", True), "K2 in loss",
-                  docs=UNBIASED, where=HELP + "--algo.kl.unbiased_gradient")
+        yield Setting(
+            USE + kl,
+            in_loss(kl),
+            f"{kl.upper()} in loss",
+            docs=SAYS.get(kl, ""),
+            where=HELP + "--algo.kl.estimator" if kl in SAYS else "",
+        )
+    yield Setting(
+        f"{USE}k3 --actor.loss_agg_mode seq-mean-token-mean",
+        in_loss("k3", loss_agg_mode="seq-mean-token-mean"),
+        "K3 in loss",
+    )
+    yield Setting(
+        f"{USE}k3 --algo.kl.unbiased_gradient",
+        in_loss("k3", True),
+        "K2 in loss",
+        docs=UNBIASED,
+        where=HELP + "--algo.kl.unbiased_gradient",
+    )
 
 # %% ../../../nbs/auditing/adapters/openrlhf.ipynb #f83f734d
 #| eval: false
@@ -96,22 +140,29 @@ KIND, CONFIG = "text", "openrlhf/cli/train_ppo_ray.py"
 GROUPED = ("rloo", "dr_grpo", "group_norm", "reinforce_baseline")
 NEEDED = ["--actor.model_name_or_path=m", "--reward.remote_url=r"]
 
+
 class Trains(Exception):
     "The command would train, with the arguments that are in `args`."
+
 
 def written(label):
     "Options of a setting, and the flags that a user writes."
     found = options(label) | {"algo.kl.init_coef": "0.01"}
     if found.get("algo.advantage.estimator") in GROUPED:
         found["rollout.n_samples_per_prompt"] = "8"
-    return found, [f"--{name} {value}".removesuffix(" True")
-                   for name, value in found.items()]
+    return found, [
+        f"--{name} {value}".removesuffix(" True") for name, value in found.items()
+    ]
+
 
 def parsed(lines):
     "All options, once the command has checked them."
     argv = ["train_ppo_ray", *NEEDED, *" ".join(lines).split()]
-    with mock.patch("sys.argv", argv), mock.patch("ray.is_initialized", lambda: True), \
-            mock.patch("openrlhf.utils.get_strategy", side_effect=Trains) as strategy:
+    with (
+        mock.patch("sys.argv", argv),
+        mock.patch("ray.is_initialized", lambda: True),
+        mock.patch("openrlhf.utils.get_strategy", side_effect=Trains) as strategy,
+    ):
         with contextlib.suppress(Trains):
             runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
     return flat(strategy.call_args.args[0])

@@ -5,34 +5,52 @@ __all__ = ['CELLS', 'WHERE', 'KIND', 'CONFIG', 'in_loss', 'loss', 'settings', 'w
 
 # %% ../../../nbs/auditing/adapters/rlinf.ipynb #5cb7c028
 #| eval: false
+from ..adapter import Setting, options, what_changes
 from rlinf.algorithms.registry import calculate_adv_and_returns, policy_loss
 from rlinf.algorithms.utils import kl_penalty
 from rlinf.utils.utils import get_loss_agg_func
-
-from ..adapter import Setting, options, what_changes
 
 # %% ../../../nbs/auditing/adapters/rlinf.ipynb #9bd73fd0
 #| eval: false
 def in_loss(kind, backend="megatron", loss_agg_func="token-mean"):
     "The term that a worker adds to its loss."
+
     def found(batch):
         both = batch.logp, batch.ref_logp
         kld = kl_penalty(*(both if backend == "megatron" else both[::-1]), kind)
         return get_loss_agg_func(loss_agg_func)(kld, batch.mask)
+
     return found
+
 
 def loss(batch, reinpp_kl_beta=1.0):
     "The policy loss of reinforce++, with K1 in the reward."
-    logp, ref_logp, old = (x.float() for x in (batch.logp, batch.ref_logp,
-                                               batch.behaviour_logp))
+    logp, ref_logp, old = (
+        x.float() for x in (batch.logp, batch.ref_logp, batch.behaviour_logp)
+    )
     advantages, _ = calculate_adv_and_returns(
-        task_type="reasoning", adv_type="reinpp", rewards=batch.reward.float(),
-        loss_mask=batch.mask, group_size=2, kl_beta=reinpp_kl_beta, kl_penalty_type="kl",
-        logprob=old, ref_logprob=ref_logp, use_reinpp_baseline=False)
+        task_type="reasoning",
+        adv_type="reinpp",
+        rewards=batch.reward.float(),
+        loss_mask=batch.mask,
+        group_size=2,
+        kl_beta=reinpp_kl_beta,
+        kl_penalty_type="kl",
+        logprob=old,
+        ref_logprob=ref_logp,
+        use_reinpp_baseline=False,
+    )
     found, _ = policy_loss(
-        task_type="reasoning", loss_type="actor", logprobs=logp, old_logprobs=old,
-        loss_agg_func=get_loss_agg_func("token-mean"), advantages=advantages,
-        clip_ratio_low=0.2, clip_ratio_high=0.2, loss_mask=batch.mask)
+        task_type="reasoning",
+        loss_type="actor",
+        logprobs=logp,
+        old_logprobs=old,
+        loss_agg_func=get_loss_agg_func("token-mean"),
+        advantages=advantages,
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.2,
+        loss_mask=batch.mask,
+    )
     return found
 
 # %% ../../../nbs/auditing/adapters/rlinf.ipynb #d7d1e97a
@@ -40,24 +58,32 @@ def loss(batch, reinpp_kl_beta=1.0):
 CELLS = {"low_var_kl": "K3", "kl": "K1", "abs": "|K1|", "mse": "K2"}
 WHERE = "rlinf/algorithms/utils.py, kl_penalty"
 
+
 def settings():
     "The `Setting`s of RLinf."
     one = "actor.training_backend={} algorithm.kl_penalty_type={}".format
     for backend in ("megatron", "fsdp"):
         for kind, cell in CELLS.items():
-            yield Setting(one(backend, kind), in_loss(kind, backend), f"{cell} in loss",
-                          docs="the KL divergence, given logprob and ref_logprob",
-                          where=WHERE)
+            yield Setting(
+                one(backend, kind),
+                in_loss(kind, backend),
+                f"{cell} in loss",
+                docs="the KL divergence, given logprob and ref_logprob",
+                where=WHERE,
+            )
     for mode in ("seq-mean-token-sum", "seq-mean-token-mean"):
         label = one("megatron", "low_var_kl") + f" algorithm.loss_agg_func={mode}"
         yield Setting(label, in_loss("low_var_kl", loss_agg_func=mode), "K3 in loss")
-    yield Setting("algorithm.adv_type=reinpp algorithm.reinpp_kl_beta=1 "
-                  "algorithm.kl_penalty_type=kl",
-                  what_changes(loss, {"reinpp_kl_beta": 0.0}), "K1 in reward")
+    yield Setting(
+        "algorithm.adv_type=reinpp algorithm.reinpp_kl_beta=1 algorithm.kl_penalty_type=kl",
+        what_changes(loss, {"reinpp_kl_beta": 0.0}),
+        "K1 in reward",
+    )
 
 # %% ../../../nbs/auditing/adapters/rlinf.ipynb #cdae0ee1
 #| eval: false
 KIND, CONFIG = "text", "rlinf/workers/actor/megatron_actor_worker.py"
+
 
 def written(label):
     "Options of a setting, and the overrides that a user writes."
@@ -65,6 +91,7 @@ def written(label):
     reward = "algorithm.reinpp_kl_beta" in found
     found["algorithm.reinpp_kl_beta" if reward else "algorithm.kl_beta"] = "0.001"
     return found, [f"{name}={value}" for name, value in found.items()]
+
 
 def parsed(lines):
     "None: there is no parser in the release."

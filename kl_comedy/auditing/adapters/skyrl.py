@@ -15,36 +15,55 @@ if sys.version_info < (3, 12):
 
 # %% ../../../nbs/auditing/adapters/skyrl.ipynb #686c4f8e
 #| eval: false
+from kl_comedy.auditing.adapter import (
+    Setting,
+    flat,
+    options,
+    rewards_at_end,
+    what_changes,
+    whole_responses,
+)
 from skyrl.backends.skyrl_train.utils.ppo_utils import (
-    apply_loss_reduction_to_advantages_minibatch, compute_advantages_and_returns,
-    compute_approx_kl, ppo_policy_loss)
+    apply_loss_reduction_to_advantages_minibatch,
+    compute_advantages_and_returns,
+    compute_approx_kl,
+    ppo_policy_loss,
+)
 from skyrl.backends.skyrl_train.utils.torch_utils import masked_mean
 from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig
-
-from ..adapter import (
-    Setting, flat, options, rewards_at_end, what_changes, whole_responses)
 
 # %% ../../../nbs/auditing/adapters/skyrl.ipynb #0b0ef4ef
 #| eval: false
 def rewards(batch, algorithm):
     "Rewards (B, T) with the penalty in them, as `apply_reward_kl_penalty` has it."
-    kl = compute_approx_kl(batch.behaviour_logp, batch.ref_logp, batch.mask.float(),
-                           algorithm.kl_estimator_type)
+    kl = compute_approx_kl(
+        batch.behaviour_logp,
+        batch.ref_logp,
+        batch.mask.float(),
+        algorithm.kl_estimator_type,
+    )
     return rewards_at_end(batch) - kl * max(0, algorithm.kl_loss_coef)
 
 # %% ../../../nbs/auditing/adapters/skyrl.ipynb #2267835f
 #| eval: false
 def loss(batch, coef=1.0, **on):
     "The policy loss, with the penalty in the reward."
-    algorithm = AlgorithmConfig(use_kl_in_reward=True, use_kl_loss=False, kl_loss_coef=coef,
-                                **on)
+    algorithm = AlgorithmConfig(
+        use_kl_in_reward=True, use_kl_loss=False, kl_loss_coef=coef, **on
+    )
     mask, whole = batch.mask.float(), whole_responses(batch).float()
     advantages, _ = compute_advantages_and_returns(
-        rewards(batch, algorithm), whole, batch.group.numpy(),
+        rewards(batch, algorithm),
+        whole,
+        batch.group.numpy(),
         algorithm.advantage_estimator,
-        algorithm, values=0 * mask, grpo_norm_by_std=algorithm.grpo_norm_by_std)
+        algorithm,
+        values=0 * mask,
+        grpo_norm_by_std=algorithm.grpo_norm_by_std,
+    )
     advantages = apply_loss_reduction_to_advantages_minibatch(
-        advantages, mask, algorithm.loss_reduction, len(mask), 4)
+        advantages, mask, algorithm.loss_reduction, len(mask), 4
+    )
     return ppo_policy_loss(batch.logp, batch.behaviour_logp, advantages, algorithm, mask)[0]
 
 # %% ../../../nbs/auditing/adapters/skyrl.ipynb #83f5e55b
@@ -53,37 +72,52 @@ def in_loss(kl):
     def found(batch):
         each = compute_approx_kl(batch.logp, batch.ref_logp, batch.mask.float(), kl)
         return masked_mean(each, batch.mask.float(), dim=-1).mean()
+
     return found
 
 # %% ../../../nbs/auditing/adapters/skyrl.ipynb #4fd88851
 #| eval: false
 WHERE = "skyrl/train/config/config.py, AlgorithmConfig"
 REWARD = "use_kl_in_reward=true use_kl_loss=false "
-MORE = [{}, {"loss_reduction": "sequence_mean"},
-        {"loss_reduction": "seq_mean_token_sum_norm"}, {"advantage_estimator": "grpo"},
-        {"advantage_estimator": "reinforce++"},
-        {"advantage_estimator": "grpo", "grpo_norm_by_std": False}]
+MORE = [
+    {},
+    {"loss_reduction": "sequence_mean"},
+    {"loss_reduction": "seq_mean_token_sum_norm"},
+    {"advantage_estimator": "grpo"},
+    {"advantage_estimator": "reinforce++"},
+    {"advantage_estimator": "grpo", "grpo_norm_by_std": False},
+]
+
 
 def settings():
     "The `Setting`s of SkyRL, all under trainer.algorithm."
     for kl in ("k3", "k1", "k2", "abs"):
         cell = "|K1| in loss" if kl == "abs" else f"{kl.upper()} in loss"
-        yield Setting(f"use_kl_loss=true kl_estimator_type={kl}", in_loss(kl), cell,
-                      default=kl == "k3",
-                      docs="in the loss or in the reward, not in both", where=WHERE)
+        yield Setting(
+            f"use_kl_loss=true kl_estimator_type={kl}",
+            in_loss(kl),
+            cell,
+            default=kl == "k3",
+            docs="in the loss or in the reward, not in both",
+            where=WHERE,
+        )
     for on in MORE:
         on = {"kl_estimator_type": "k1", "advantage_estimator": "rloo"} | on
         label = " ".join(f"{name}={value}" for name, value in on.items())
-        yield Setting(REWARD + label, what_changes(loss, {"coef": 0.0}, **on),
-                      "K1 in reward")
-    yield Setting(f"{REWARD}advantage_estimator=rloo",
-                  what_changes(loss, {"coef": 0.0}, advantage_estimator="rloo"),
-                  "K3 in reward")
+        yield Setting(
+            REWARD + label, what_changes(loss, {"coef": 0.0}, **on), "K1 in reward"
+        )
+    yield Setting(
+        f"{REWARD}advantage_estimator=rloo",
+        what_changes(loss, {"coef": 0.0}, advantage_estimator="rloo"),
+        "K3 in reward",
+    )
 
 # %% ../../../nbs/auditing/adapters/skyrl.ipynb #f201cac0
 #| eval: false
 KIND, CONFIG = "text", "skyrl/train/config/config.py"
 SECTION = "trainer.algorithm."
+
 
 def written(label):
     "Options of a setting, and the overrides that a user writes."
@@ -91,6 +125,7 @@ def written(label):
     if found.get(SECTION + "loss_reduction") == "seq_mean_token_sum_norm":
         found[SECTION + "max_seq_len"] = "4096"
     return found, [f"{name}={value}" for name, value in found.items()]
+
 
 def parsed(lines):
     "All options as SkyRL reads them."

@@ -12,40 +12,55 @@ from types import SimpleNamespace
 import chz
 import tinker
 import torch
-from tinker_cookbook.rl.metrics import incorporate_kl_penalty
-
 from ..adapter import Setting, options
+from tinker_cookbook.rl.metrics import incorporate_kl_penalty
 
 # %% ../../../nbs/auditing/adapters/tinker_cookbook.ipynb #c9bbc20a
 #| eval: false
 class Reference:
     "A stand-in for `tinker.SamplingClient`."
+
     def __init__(self, logps):
         self.logps = iter(logps)
+
     def sample(self, **_):
-        answer = SimpleNamespace(prompt_logprobs=[None, *next(self.logps)], sequences=[],
-                                 prompt_cache_hit_tokens=0)
+        answer = SimpleNamespace(
+            prompt_logprobs=[None, *next(self.logps)],
+            sequences=[],
+            prompt_cache_hit_tokens=0,
+        )
+
         async def coroutine():
             return answer
+
         return SimpleNamespace(coroutine=coroutine)
+
 
 def datum(tokens, logp):
     "One response to a prompt of one token, without a reward."
     ones = torch.ones_like(logp)
-    inputs = {"logprobs": logp, "mask": ones, "advantages": 0 * ones,
-              "target_tokens": tokens}
+    inputs = {
+        "logprobs": logp,
+        "mask": ones,
+        "advantages": 0 * ones,
+        "target_tokens": tokens,
+    }
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints([0, *tokens[:-1].tolist()]),
-        loss_fn_inputs={k: tinker.TensorData.from_torch(x) for k, x in inputs.items()})
+        loss_fn_inputs={k: tinker.TensorData.from_torch(x) for k, x in inputs.items()},
+    )
 
 # %% ../../../nbs/auditing/adapters/tinker_cookbook.ipynb #f10f4212
 #| eval: false
 def penalty(discount):
     "The penalty's part of the loss, with this kl_discount_factor."
+
     def found(batch):
         rows = [(row, mask) for row, mask in enumerate(batch.mask) if mask.any()]
-        data = [datum(batch.tokens[row][mask], batch.behaviour_logp[row][mask].float())
-                for row, mask in rows]
+        data = [
+            datum(batch.tokens[row][mask], batch.behaviour_logp[row][mask].float())
+            for row, mask in rows
+        ]
         ref = Reference(batch.ref_logp[row][mask].tolist() for row, mask in rows)
         asyncio.run(incorporate_kl_penalty(data, ref, 1.0, discount))
         total = 0.0
@@ -53,40 +68,65 @@ def penalty(discount):
             ratio = (batch.logp[row][mask] - batch.behaviour_logp[row][mask]).exp()
             total = total - (ratio * each.loss_fn_inputs["advantages"].to_torch()).sum()
         return total / len(data)
+
     return found
 
 # %% ../../../nbs/auditing/adapters/tinker_cookbook.ipynb #d3ecb156
 #| eval: false
 WHERE = "tinker_cookbook/rl/metrics.py, incorporate_kl_penalty"
 
+
 def settings():
     "The `Setting`s of tinker-cookbook."
-    yield Setting("kl_penalty_coef=0", lambda b: 0 * b.logp[b.mask].sum(), "off",
-                  default=True)
+    yield Setting(
+        "kl_penalty_coef=0", lambda b: 0 * b.logp[b.mask].sum(), "off", default=True
+    )
     says = "a penalty on the KL of the policy from the base model"
-    yield Setting("kl_penalty_coef=1 kl_discount_factor=0", penalty(0.0), "K1 in advantage",
-                  docs=says, where=WHERE)
-    yield Setting("kl_penalty_coef=1 kl_discount_factor=1", penalty(1.0), "K1 in reward",
-                  docs=says, where=WHERE)
+    yield Setting(
+        "kl_penalty_coef=1 kl_discount_factor=0",
+        penalty(0.0),
+        "K1 in advantage",
+        docs=says,
+        where=WHERE,
+    )
+    yield Setting(
+        "kl_penalty_coef=1 kl_discount_factor=1",
+        penalty(1.0),
+        "K1 in reward",
+        docs=says,
+        where=WHERE,
+    )
 
 # %% ../../../nbs/auditing/adapters/tinker_cookbook.ipynb #01fded40
 #| eval: false
 KIND, CONFIG = "python", "tinker_cookbook/rl/train.py"
 START = "from tinker_cookbook.rl.train import Config, KLReferenceConfig"
 REFERENCE = "KLReferenceConfig(base_model=model_name)"
-OTHERS = {"learning_rate": 1e-5, "dataset_builder": None, "recipe_name": "r",
-          "max_tokens": 1, "log_path": "."}
+OTHERS = {
+    "learning_rate": 1e-5,
+    "dataset_builder": None,
+    "recipe_name": "r",
+    "max_tokens": 1,
+    "log_path": ".",
+}
+
 
 def written(label):
     "Options of a setting, and the call that a user writes."
     found = options(label)
     if found["kl_penalty_coef"] == "0":
         return {}, []
-    found = {"kl_penalty_coef": "0.05", "kl_discount_factor":
-             f"{float(found['kl_discount_factor'])}"}
+    found = {
+        "kl_penalty_coef": "0.05",
+        "kl_discount_factor": f"{float(found['kl_discount_factor'])}",
+    }
     given = ", ".join(f"{name}={value}" for name, value in found.items())
-    return found, [START, f"config = Config(..., model_name=model_name, {given},",
-                   f"                kl_reference_config={REFERENCE})"]
+    return found, [
+        START,
+        f"config = Config(..., model_name=model_name, {given},",
+        f"                kl_reference_config={REFERENCE})",
+    ]
+
 
 def parsed(lines):
     "All options as tinker-cookbook has them."

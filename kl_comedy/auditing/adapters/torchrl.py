@@ -8,40 +8,53 @@ __all__ = ['KIND', 'CONFIG', 'in_loss', 'settings', 'written', 'parsed']
 from types import SimpleNamespace
 
 import torch
+from ..adapter import Setting
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.objectives.llm import GRPOLoss
-
-from ..adapter import Setting
 
 # %% ../../../nbs/auditing/adapters/torchrl.ipynb #b9c785bb
 #| eval: false
 def in_loss(batch):
     "The term that `GRPOLoss` adds to its objective."
     data = TensorDict({"_cur_log_prob": batch.logp}, [len(batch.logp)])
-    found, _ = GRPOLoss._kl_to_ref(SimpleNamespace(kl_to_ref_coeff=1.0), data,
-                                   ref_log_prob=batch.ref_logp, mask=batch.mask)
+    found, _ = GRPOLoss._kl_to_ref(
+        SimpleNamespace(kl_to_ref_coeff=1.0),
+        data,
+        ref_log_prob=batch.ref_logp,
+        mask=batch.mask,
+    )
     return found
+
 
 def settings():
     "The `Setting`s of torchrl."
-    yield Setting("GRPOLoss(kl_to_ref_coeff=1)", in_loss, "K3 in loss",
-                  docs="coefficient of the KL to the reference policy; off if None",
-                  where="torchrl/objectives/llm/grpo.py, GRPOLoss")
+    yield Setting(
+        "GRPOLoss(kl_to_ref_coeff=1)",
+        in_loss,
+        "K3 in loss",
+        docs="coefficient of the KL to the reference policy; off if None",
+        where="torchrl/objectives/llm/grpo.py, GRPOLoss",
+    )
 
 # %% ../../../nbs/auditing/adapters/torchrl.ipynb #779a952a
 #| eval: false
 KIND, CONFIG = "python", "torchrl/objectives/llm/grpo.py"
 
+
 def written(label):
     "Options of a setting, and the call that a user writes."
     return {"kl_to_ref_coeff": "0.05"}, [
         "from torchrl.objectives.llm import GRPOLoss",
-        "loss = GRPOLoss(actor, kl_to_ref_coeff=0.05)"]
+        "loss = GRPOLoss(actor, kl_to_ref_coeff=0.05)",
+    ]
+
 
 def parsed(lines):
     "The attributes of a `GRPOLoss` made by these lines."
-    names = {"actor": TensorDictModule(torch.nn.Identity(), ["a"], ["b"]),
-             "GRPOLoss": GRPOLoss}
+    names = {
+        "actor": TensorDictModule(torch.nn.Identity(), ["a"], ["b"]),
+        "GRPOLoss": GRPOLoss,
+    }
     exec("\n".join(lines or ["loss = GRPOLoss(actor)"]), names)
     return {"kl_to_ref_coeff": names["loss"].kl_to_ref_coeff}

@@ -9,45 +9,55 @@ from pathlib import Path
 
 import torch
 import torchtune
+from ..adapter import Setting, flat, options, what_changes
 from omegaconf import OmegaConf
 from torchtune import rlhf
 from torchtune.config._parse import TuneRecipeArgumentParser, _merge_yaml_and_cli_args
 from torchtune.rlhf.loss import PPOLoss
 
-from ..adapter import Setting, flat, options, what_changes
-
 # %% ../../../nbs/auditing/adapters/torchtune.ipynb #f4699ab9
 #| eval: false
 def loss(batch, coef=1.0, lmbda=0.95):
     "The policy loss of the PPO recipe."
-    old, ref = (x.masked_fill(~batch.mask, 1.0)
-                for x in (batch.behaviour_logp, batch.ref_logp))
+    old, ref = (
+        x.masked_fill(~batch.mask, 1.0) for x in (batch.behaviour_logp, batch.ref_logp)
+    )
     last = torch.where(batch.mask, torch.arange(batch.mask.shape[1]), -1).amax(1)
     inside = (last > 0) & (last < batch.mask.shape[1] - 1)
-    rewards, _, _ = rlhf.get_rewards_ppo(batch.reward, old, ref, coef,
-                                         torch.where(inside, last + 1, last))
+    rewards, _, _ = rlhf.get_rewards_ppo(
+        batch.reward, old, ref, coef, torch.where(inside, last + 1, last)
+    )
     zeros = torch.zeros_like(old)
-    advantages, returns = rlhf.estimate_advantages(zeros, rewards, 1.0, lmbda,
-                                                   masks=batch.mask)
-    return PPOLoss(value_coeff=0.0)(old, batch.logp, advantages, zeros, zeros, returns,
-                                    padding_masks=batch.mask)[0]
+    advantages, returns = rlhf.estimate_advantages(
+        zeros, rewards, 1.0, lmbda, masks=batch.mask
+    )
+    return PPOLoss(value_coeff=0.0)(
+        old, batch.logp, advantages, zeros, zeros, returns, padding_masks=batch.mask
+    )[0]
+
 
 def settings():
     "The `Setting`s of torchtune."
     for lmbda in (0.95, 1.0):
-        yield Setting(f"lmbda={lmbda}", what_changes(loss, {"coef": 0.0}, lmbda=lmbda),
-                      "K1 in reward", default=lmbda == 0.95,
-                      docs="KL reward contribution coefficient",
-                      where="torchtune/rlhf/rewards.py, get_rewards_ppo")
+        yield Setting(
+            f"lmbda={lmbda}",
+            what_changes(loss, {"coef": 0.0}, lmbda=lmbda),
+            "K1 in reward",
+            default=lmbda == 0.95,
+            docs="KL reward contribution coefficient",
+            where="torchtune/rlhf/rewards.py, get_rewards_ppo",
+        )
 
 # %% ../../../nbs/auditing/adapters/torchtune.ipynb #f984af43
 #| eval: false
 KIND, CONFIG = "text", "recipes/configs/mistral/7B_full_ppo_low_memory.yaml"
 
+
 def written(label):
     "Options of a setting, and the overrides that a user writes."
     found = options(label) | {"kl_coeff": "0.01"}
     return found, [f"{name}={value}" for name, value in found.items()]
+
 
 def parsed(lines):
     "All options as torchtune reads them."

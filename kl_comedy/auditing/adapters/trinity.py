@@ -10,6 +10,7 @@ import tempfile
 from types import SimpleNamespace
 
 import torch
+from ..adapter import Setting, options, rewards_at_end, what_changes
 from tensordict import TensorDict
 from trinity.algorithm import ALGORITHM_TYPE
 from trinity.algorithm.advantage_fn import ADVANTAGE_FN
@@ -17,36 +18,48 @@ from trinity.algorithm.kl_fn import KL_FN
 from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN
 from trinity.common.config import load_config
 
-from ..adapter import Setting, options, rewards_at_end, what_changes
-
 # %% ../../../nbs/auditing/adapters/trinity.ipynb #4a88c4f9
 #| eval: false
 def in_loss(batch, kl_loss_fn="k2", mode="token-mean"):
     "The term that `TrinityPolicyLoss` adds."
     found, _ = KL_FN.get(kl_loss_fn)(kl_coef=1.0).calculate_kl_loss(
-        batch.logp, batch.ref_logp, batch.mask, mode, old_logprob=batch.behaviour_logp)
+        batch.logp, batch.ref_logp, batch.mask, mode, old_logprob=batch.behaviour_logp
+    )
     return found
+
 
 def loss(batch, kl_penalty_fn="none", advantage_fn="rloo", mode="token-mean"):
     "The policy loss, with the penalty in the reward unless `kl_penalty_fn` is none."
     scores = rewards_at_end(batch)
-    found = {"responses": batch.tokens, "attention_mask": batch.mask,
-             "response_mask": batch.mask, "token_level_scores": scores,
-             "old_log_probs": batch.behaviour_logp, "ref_log_prob": batch.ref_logp,
-             "values": torch.zeros_like(scores)}
-    data = SimpleNamespace(batch=TensorDict(found, [len(scores)]),
-                           non_tensor_batch={"uid": batch.group.tolist()})
+    found = {
+        "responses": batch.tokens,
+        "attention_mask": batch.mask,
+        "response_mask": batch.mask,
+        "token_level_scores": scores,
+        "old_log_probs": batch.behaviour_logp,
+        "ref_log_prob": batch.ref_logp,
+        "values": torch.zeros_like(scores),
+    }
+    data = SimpleNamespace(
+        batch=TensorDict(found, [len(scores)]),
+        non_tensor_batch={"uid": batch.group.tolist()},
+    )
     data, _ = KL_FN.get(kl_penalty_fn)(kl_coef=1.0).apply_kl_penalty_to_reward(data)
     data, _ = ADVANTAGE_FN.get(advantage_fn)()(data)
     policy = POLICY_LOSS_FN.get("ppo")
     policy = policy(**policy.default_args() | {"loss_agg_mode": mode})
-    return policy(logprob=batch.logp, old_logprob=batch.behaviour_logp,
-                  action_mask=batch.mask, advantages=data.batch["advantages"])[0]
+    return policy(
+        logprob=batch.logp,
+        old_logprob=batch.behaviour_logp,
+        action_mask=batch.mask,
+        advantages=data.batch["advantages"],
+    )[0]
 
 # %% ../../../nbs/auditing/adapters/trinity.ipynb #62558c3a
 #| eval: false
 def in_reward(kl_penalty_fn="k1", **on):
     return what_changes(loss, {"kl_penalty_fn": "none"}, kl_penalty_fn=kl_penalty_fn, **on)
+
 
 def in_both(estimator, kl_loss_fn):
     reward = in_reward(estimator)
@@ -58,29 +71,52 @@ CORRECTED = "importance sampling correction to the standard K3 KL divergence"
 WHERE = "trinity/algorithm/kl_fn/kl_fn.py, "
 IN_LOSS = {"k1": "K1", "k3": "K3", "low_var_kl": "K3", "abs": "|K1|"}
 
+
 def settings():
     "The `Setting`s of Trinity-RFT."
-    yield Setting("kl_loss_fn=k2", in_loss, "K2 in loss", default=True,
-                  docs="KL penalty and loss", where=WHERE + "KLFn")
+    yield Setting(
+        "kl_loss_fn=k2",
+        in_loss,
+        "K2 in loss",
+        default=True,
+        docs="KL penalty and loss",
+        where=WHERE + "KLFn",
+    )
     for name, estimator in IN_LOSS.items():
-        yield Setting(f"kl_loss_fn={name}", lambda b, name=name: in_loss(b, name),
-                      f"{estimator} in loss")
-    yield Setting("kl_loss_fn=corrected_k3", lambda b: in_loss(b, "corrected_k3"),
-                  "K2 in loss", docs=CORRECTED, where=WHERE + "CorrectedK3Fn")
-    yield Setting("kl_loss_fn=k2 loss_agg_mode=seq-mean-token-mean",
-                  lambda b: in_loss(b, mode="seq-mean-token-mean"), "K2 in loss")
+        yield Setting(
+            f"kl_loss_fn={name}",
+            lambda b, name=name: in_loss(b, name),
+            f"{estimator} in loss",
+        )
+    yield Setting(
+        "kl_loss_fn=corrected_k3",
+        lambda b: in_loss(b, "corrected_k3"),
+        "K2 in loss",
+        docs=CORRECTED,
+        where=WHERE + "CorrectedK3Fn",
+    )
+    yield Setting(
+        "kl_loss_fn=k2 loss_agg_mode=seq-mean-token-mean",
+        lambda b: in_loss(b, mode="seq-mean-token-mean"),
+        "K2 in loss",
+    )
     one = "algorithm_type={} kl_penalty_fn={} kl_loss_fn={}"
     for kind in ("rloo", "ppo", "reinforceplusplus"):
-        yield Setting(one.format(kind, "k1", "none"), in_reward(advantage_fn=kind),
-                      "K1 in reward")
+        yield Setting(
+            one.format(kind, "k1", "none"), in_reward(advantage_fn=kind), "K1 in reward"
+        )
     yield Setting(one.format("rloo", "k3", "none"), in_reward("k3"), "K3 in reward")
-    yield Setting("algorithm_type=rloo kl_penalty_fn=k1", in_both("k1", "k2"),
-                  "K1 in reward, K2 in loss")
+    yield Setting(
+        "algorithm_type=rloo kl_penalty_fn=k1",
+        in_both("k1", "k2"),
+        "K1 in reward, K2 in loss",
+    )
     yield Setting(one.format("rloo", "k3", "k3"), in_both("k3", "k3"), "K3 in both")
 
 # %% ../../../nbs/auditing/adapters/trinity.ipynb #35f890d6
 #| eval: false
 KIND, CONFIG = "yaml", "trinity/common/config.py"
+
 
 def written(label):
     "Options of a setting, and the lines of a configuration."
@@ -92,6 +128,7 @@ def written(label):
         found["repeat_times"] = "8"
     return found, ["algorithm:"] + [f"  {name}: {value}" for name, value in found.items()]
 
+
 def parsed(lines):
     "All options of the algorithm as Trinity-RFT reads and completes them."
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -99,5 +136,6 @@ def parsed(lines):
         file.flush()
         found = vars(load_config(file.name).algorithm)
     own = ALGORITHM_TYPE.get(found["algorithm_type"]).default_config()
-    return {name: own.get(name) if value is None else value
-            for name, value in found.items()}
+    return {
+        name: own.get(name) if value is None else value for name, value in found.items()
+    }

@@ -4,53 +4,96 @@
 __all__ = ['BETA', 'BIASED', 'GRPO', 'RLOO', 'KIND', 'CONFIG', 'CONFIGS', 'setting', 'settings', 'written', 'parsed']
 
 # %% ../../../nbs/auditing/adapters/trl.ipynb #bdeb0941
+from ..adapter import Setting, options
+from ..trainer import trainer_loss
+from ...theory.surrogate import KLConfig
+from ...trainers.rloo_grpo import KLRLOOTrainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-
-from ..adapter import Setting, options
-from ...theory.surrogate import KLConfig
-from ...trainers.rloo_grpo import KLGRPOTrainer, KLRLOOTrainer
-from ..trainer import trainer_loss
 
 # %% ../../../nbs/auditing/adapters/trl.ipynb #91322f53
 BETA = 0.5
 
+
 def setting(label, cell, trainer, config, kl=None, default=False, docs="", where="", **on):
     "The `Setting` of a trainer: TRL's own, or ours with `kl`, a KLConfig."
-    pair = ({"beta": BETA}, {"beta": 0.0}) if kl is None else \
-        ({"kl": kl}, {"kl": KLConfig(placement="none", beta=0)})
+    pair = (
+        ({"beta": BETA}, {"beta": 0.0})
+        if kl is None
+        else ({"kl": kl}, {"kl": KLConfig(placement="none", beta=0)})
+    )
     with_kl, without = (trainer_loss(trainer, config, **on | extra) for extra in pair)
-    return Setting(label, lambda batch: with_kl(batch) - without(batch), cell, default,
-                   docs, where, BETA, ("padding", "shapes"))
+    return Setting(
+        label,
+        lambda batch: with_kl(batch) - without(batch),
+        cell,
+        default,
+        docs,
+        where,
+        BETA,
+        ("padding", "shapes"),
+    )
 
 # %% ../../../nbs/auditing/adapters/trl.ipynb #0cac5851
-BIASED = ("the KL times the importance ratio: its gradient becomes the unbiased reverse-KL "
-          "gradient, with importance_sampling_level=token")
+BIASED = (
+    "the KL times the importance ratio: its gradient becomes the unbiased reverse-KL "
+    "gradient, with importance_sampling_level=token"
+)
 GRPO, RLOO = (GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)
+
 
 def settings():
     "The `Setting`s of TRL, with a beta above 0, and two of ours."
     flag = {"docs": BIASED, "where": "trl/trainer/grpo_config.py, use_bias_correction_kl"}
-    yield setting("RLOOTrainer", "K1 in reward", *RLOO, default=True,
-                  docs="the KL coefficient", where="trl/trainer/rloo_config.py, beta")
-    yield setting("RLOOTrainer normalize_advantages=True", "K1 in reward", *RLOO,
-                  normalize_advantages=True)
-    yield setting("GRPOTrainer (use_bias_correction_kl=True)", "K2 in loss", *GRPO,
-                  default=True, **flag)
-    yield setting("GRPOTrainer use_bias_correction_kl=False", "K3 in loss", *GRPO,
-                  use_bias_correction_kl=False)
+    yield setting(
+        "RLOOTrainer",
+        "K1 in reward",
+        *RLOO,
+        default=True,
+        docs="the KL coefficient",
+        where="trl/trainer/rloo_config.py, beta",
+    )
+    yield setting(
+        "RLOOTrainer normalize_advantages=True",
+        "K1 in reward",
+        *RLOO,
+        normalize_advantages=True,
+    )
+    yield setting(
+        "GRPOTrainer (use_bias_correction_kl=True)",
+        "K2 in loss",
+        *GRPO,
+        default=True,
+        **flag,
+    )
+    yield setting(
+        "GRPOTrainer use_bias_correction_kl=False",
+        "K3 in loss",
+        *GRPO,
+        use_bias_correction_kl=False,
+    )
     for kind in ("grpo", "dr_grpo", "luspo"):
         yield setting(f"GRPOTrainer loss_type={kind}", "K2 in loss", *GRPO, loss_type=kind)
     yield setting("GMPOTrainer", "K3 in loss", GMPOTrainer, GMPOConfig)
-    yield setting("kl_comedy: KLRLOOTrainer KLConfig('k1', 'reward')", "K1 in reward",
-                  KLRLOOTrainer, RLOOConfig, KLConfig("k1", "reward", BETA))
-    yield setting("kl_comedy: KLRLOOTrainer KLConfig('k3', 'both', credit='to_go')",
-                  "K3 in both", KLRLOOTrainer, RLOOConfig,
-                  KLConfig("k3", "both", BETA, "to_go"))
+    yield setting(
+        "kl_comedy: KLRLOOTrainer KLConfig('k1', 'reward')",
+        "K1 in reward",
+        KLRLOOTrainer,
+        RLOOConfig,
+        KLConfig("k1", "reward", BETA),
+    )
+    yield setting(
+        "kl_comedy: KLRLOOTrainer KLConfig('k3', 'both', credit='to_go')",
+        "K3 in both",
+        KLRLOOTrainer,
+        RLOOConfig,
+        KLConfig("k3", "both", BETA, "to_go"),
+    )
 
 # %% ../../../nbs/auditing/adapters/trl.ipynb #9ab987d6
 KIND, CONFIG = "python", "trl/trainer/rloo_config.py, grpo_config.py"
 CONFIGS = {"RLOOTrainer": RLOOConfig, "GRPOTrainer": GRPOConfig, "GMPOTrainer": GMPOConfig}
+
 
 def written(label):
     "Options of a setting of TRL's own trainers, and the lines that a user writes."
@@ -58,18 +101,25 @@ def written(label):
     if trainer not in CONFIGS:
         return {}, []
     config, given = CONFIGS[trainer], {"beta": "0.05"} | options(rest)
-    words = ", ".join(f"{k}={v!r}" if v.isidentifier() and v not in ("True", "False")
-                      else f"{k}={v}" for k, v in given.items())
+    words = ", ".join(
+        f"{k}={v!r}" if v.isidentifier() and v not in ("True", "False") else f"{k}={v}"
+        for k, v in given.items()
+    )
     place = "trl" if config is not GMPOConfig else "trl.experimental.gmpo"
     return {f"{config.__name__}.{name}": value for name, value in given.items()}, [
         f"from {place} import {config.__name__}, {trainer}",
         f'args = {config.__name__}("out", {words})',
-        f"# then {trainer}(..., args=args)"]
+        f"# then {trainer}(..., args=args)",
+    ]
+
 
 def parsed(lines):
     "All options of the configuration made by these lines, or of each at its defaults."
     names = {"on": (on := {"bf16": False})}  # there may be no GPU here
     exec("\n".join(lines).replace('"out"', '"out", **on'), names)
     made = [names["args"]] if lines else [c("out", **on) for c in CONFIGS.values()]
-    return {f"{type(one).__name__}.{name}": value for one in made
-            for name, value in vars(one).items()}
+    return {
+        f"{type(one).__name__}.{name}": value
+        for one in made
+        for name, value in vars(one).items()
+    }

@@ -7,52 +7,72 @@ __all__ = ['WHERE', 'UNBIASED', 'MODES', 'KIND', 'CONFIG', 'in_loss', 'settings'
 #| eval: false
 import jax
 import torch
-from tunix.rl.common import aggregate_loss, compute_kl_divergence
-
 from ..adapter import Setting
+from tunix.rl.common import aggregate_loss, compute_kl_divergence
 
 # %% ../../../nbs/auditing/adapters/tunix.ipynb #fbed4ce6
 #| eval: false
 def in_loss(kl_loss_mode="kl", loss_agg_mode="sequence-mean-token-mean"):
     "The term that the loss of GRPO adds."
+
     def loss(logp, ref_logp, mask):
         kl = compute_kl_divergence(logp, ref_logp, kl_loss_mode, clamp_value=None)
         return aggregate_loss(kl, mask, loss_agg_mode)
 
     def found(batch):
-        given = (x.detach().float().numpy()
-                 for x in (batch.logp, batch.ref_logp, batch.mask))
+        given = (
+            x.detach().float().numpy() for x in (batch.logp, batch.ref_logp, batch.mask)
+        )
         return (torch.tensor(jax.grad(loss)(*given).tolist()) * batch.logp).sum()
+
     return found
 
 # %% ../../../nbs/auditing/adapters/tunix.ipynb #8bc45027
 #| eval: false
 WHERE = "tunix/rl/common.py, compute_kl_divergence"
 UNBIASED = "unbiased, {}; {}"
-MODES = {"kl": ("K1", UNBIASED.format("high-variance", "simple forward KL")),
-         "mse_kl": ("K2", "biased, low-variance"),
-         "low_var_kl": ("K3", UNBIASED.format("low-variance", "Schulman's approximation"))}
+MODES = {
+    "kl": ("K1", UNBIASED.format("high-variance", "simple forward KL")),
+    "mse_kl": ("K2", "biased, low-variance"),
+    "low_var_kl": ("K3", UNBIASED.format("low-variance", "Schulman's approximation")),
+}
+
 
 def settings():
     "The `Setting`s of GRPO in Tunix."
     for mode, (cell, says) in MODES.items():
-        yield Setting(f'GRPOConfig(kl_loss_mode="{mode}")', in_loss(mode),
-                      f"{cell} in loss", default=mode == "kl", docs=says, where=WHERE)
+        yield Setting(
+            f'GRPOConfig(kl_loss_mode="{mode}")',
+            in_loss(mode),
+            f"{cell} in loss",
+            default=mode == "kl",
+            docs=says,
+            where=WHERE,
+        )
     for mode, (cell, _) in MODES.items():
-        yield Setting(f'GRPOConfig(kl_loss_mode="{mode}", loss_agg_mode="token-mean")',
-                      in_loss(mode, "token-mean"), f"{cell} in loss")
-    yield Setting('GRPOConfig(kl_loss_mode="low_var_kl", '
-                  'loss_agg_mode="seq-mean-token-sum")',
-                  in_loss("low_var_kl", "seq-mean-token-sum"), "K3 in loss")
+        yield Setting(
+            f'GRPOConfig(kl_loss_mode="{mode}", loss_agg_mode="token-mean")',
+            in_loss(mode, "token-mean"),
+            f"{cell} in loss",
+        )
+    yield Setting(
+        'GRPOConfig(kl_loss_mode="low_var_kl", loss_agg_mode="seq-mean-token-sum")',
+        in_loss("low_var_kl", "seq-mean-token-sum"),
+        "K3 in loss",
+    )
 
 # %% ../../../nbs/auditing/adapters/tunix.ipynb #348d6492
 #| eval: false
 KIND, CONFIG = "python", "tunix/rl/grpo/grpo_learner.py"
 
+
 def written(label):
     "Options of a setting, and the lines that a user writes."
-    return {}, ["from tunix.rl.grpo.grpo_learner import GRPOConfig",
-                f"config = {label.replace('(', '(beta=0.04, ')}"]
+    return {}, [
+        "from tunix.rl.grpo.grpo_learner import GRPOConfig",
+        f"config = {label.replace('(', '(beta=0.04, ')}",
+    ]
+
 
 def parsed(lines):
     "None: the configuration cannot be made here."

@@ -6,39 +6,52 @@ __all__ = ['ONE', 'LOSS', 'DOCS', 'REWARD', 'RIGHT', 'IN_LOSS', 'KIND', 'CONFIG'
 
 # %% ../../../nbs/auditing/adapters/verl.ipynb #86ef668a
 #| eval: false
-import numpy as np
 import torch
 from hydra import compose, initialize_config_module
+from ..adapter import Setting, flat, options, rewards_at_end, what_changes
 from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
 from verl.trainer.ppo.core_algos import (
-    FixedKLController, agg_loss, compute_policy_loss_vanilla, kl_penalty)
+    FixedKLController,
+    agg_loss,
+    compute_policy_loss_vanilla,
+    kl_penalty,
+)
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
 
-from ..adapter import (
-    Setting, flat, options, rewards_at_end, what_changes)
-
 # %% ../../../nbs/auditing/adapters/verl.ipynb #0d19114f
 #| eval: false
-def loss(batch, kl_in_reward=None, adv_estimator="rloo", loss_agg_mode="token-mean",
-         **algo):
+def loss(
+    batch, kl_in_reward=None, adv_estimator="rloo", loss_agg_mode="token-mean", **algo
+):
     "The policy loss, with the penalty in the reward if `kl_in_reward` names an estimator."
     mask, scores = batch.mask.float(), rewards_at_end(batch)
     data = DataProto.from_dict(
-        {"old_log_probs": batch.behaviour_logp, "ref_log_prob": batch.ref_logp,
-         "response_mask": mask, "token_level_scores": scores, "token_level_rewards": scores,
-         "values": torch.zeros_like(scores)},
-        non_tensors={"uid": batch.group.numpy().astype(object)})
+        {
+            "old_log_probs": batch.behaviour_logp,
+            "ref_log_prob": batch.ref_logp,
+            "response_mask": mask,
+            "token_level_scores": scores,
+            "token_level_rewards": scores,
+            "values": torch.zeros_like(scores),
+        },
+        non_tensors={"uid": batch.group.numpy().astype(object)},
+    )
     if kl_in_reward:
         data, _ = apply_kl_penalty(data, FixedKLController(1.0), kl_in_reward)
     data = compute_advantage(data, adv_estimator, config=AlgoConfig(), **algo)
     actor = ActorConfig(strategy="fsdp", rollout_n=2, use_dynamic_bsz=True)
     found, _ = compute_policy_loss_vanilla(
-        batch.behaviour_logp, batch.logp, data.batch["advantages"], mask, loss_agg_mode,
-        actor)
+        batch.behaviour_logp,
+        batch.logp,
+        data.batch["advantages"],
+        mask,
+        loss_agg_mode,
+        actor,
+    )
     return found
 
 # %% ../../../nbs/auditing/adapters/verl.ipynb #dbdedf47
@@ -46,9 +59,12 @@ def loss(batch, kl_in_reward=None, adv_estimator="rloo", loss_agg_mode="token-me
 def in_reward(estimator="kl", **on):
     return what_changes(loss, {"kl_in_reward": None}, kl_in_reward=estimator, **on)
 
+
 def in_loss(estimator, loss_agg_mode="token-mean"):
-    return lambda batch: agg_loss(kl_penalty(batch.logp, batch.ref_logp, estimator),
-                                  batch.mask, loss_agg_mode)
+    return lambda batch: agg_loss(
+        kl_penalty(batch.logp, batch.ref_logp, estimator), batch.mask, loss_agg_mode
+    )
+
 
 def in_both(estimator):
     reward, loss = in_reward(estimator), in_loss(estimator)
@@ -60,11 +76,17 @@ ONE = "algorithm.use_kl_in_reward=True algorithm.kl_penalty="
 LOSS = "actor.use_kl_loss=True actor.kl_loss_type="
 DOCS = "verl/trainer/ppo/core_algos.py, kl_penalty"
 
+
 def settings():
     "The `Setting`s of verl."
-    yield Setting("(none)", lambda b: loss(b) - loss(b), "off", default=True,
-                  docs="KL is off: use_kl_in_reward and use_kl_loss are False",
-                  where="verl/trainer/config/ppo_trainer.yaml, actor.yaml")
+    yield Setting(
+        "(none)",
+        lambda b: loss(b) - loss(b),
+        "off",
+        default=True,
+        docs="KL is off: use_kl_in_reward and use_kl_loss are False",
+        where="verl/trainer/config/ppo_trainer.yaml, actor.yaml",
+    )
     for name, cell in (("kl", "K1 in reward"), ("low_var_kl", "K3 in reward")):
         yield Setting(f"{ONE}{name} algorithm.adv_estimator=rloo", in_reward(name), cell)
     for more, settings in REWARD.items():
@@ -72,11 +94,15 @@ def settings():
     for name, cell, says in IN_LOSS:
         yield Setting(LOSS + name, in_loss(name), cell, docs=says, where=says and DOCS)
     for mode in ("seq-mean-token-sum", "seq-mean-token-mean"):
-        yield Setting(f"{LOSS}low_var_kl actor.loss_agg_mode={mode}",
-                      in_loss("low_var_kl", mode), "K3 in loss")
+        yield Setting(
+            f"{LOSS}low_var_kl actor.loss_agg_mode={mode}",
+            in_loss("low_var_kl", mode),
+            "K3 in loss",
+        )
     for name, cell in (("kl", "K1 in both"), ("low_var_kl", "K3 in both")):
-        yield Setting(f"{ONE}{name} algorithm.adv_estimator=rloo {LOSS}{name}",
-                      in_both(name), cell)
+        yield Setting(
+            f"{ONE}{name} algorithm.adv_estimator=rloo {LOSS}{name}", in_both(name), cell
+        )
 
 # %% ../../../nbs/auditing/adapters/verl.ipynb #40bf59e6
 #| eval: false
@@ -84,18 +110,23 @@ REWARD = {
     "algorithm.adv_estimator=gae": {"adv_estimator": "gae"},
     "algorithm.adv_estimator=grpo": {"adv_estimator": "grpo"},
     "algorithm.adv_estimator=grpo algorithm.norm_adv_by_std_in_grpo=False": {
-        "adv_estimator": "grpo", "norm_adv_by_std_in_grpo": False},
+        "adv_estimator": "grpo",
+        "norm_adv_by_std_in_grpo": False,
+    },
     "algorithm.adv_estimator=rloo actor.loss_agg_mode=seq-mean-token-sum": {
-        "loss_agg_mode": "seq-mean-token-sum"},
+        "loss_agg_mode": "seq-mean-token-sum"
+    },
     "algorithm.adv_estimator=rloo actor.loss_agg_mode=seq-mean-token-mean": {
-        "loss_agg_mode": "seq-mean-token-mean"},
+        "loss_agg_mode": "seq-mean-token-mean"
+    },
 }
 RIGHT = "the value is that of the estimator and the gradient K2's, called the right one"
 IN_LOSS = [
     ("kl", "K1 in loss", "the expected gradient of k1 is not that of the KL"),
     ("mse", "K2 in loss", "k2 gives the right gradient"),
     ("low_var_kl", "K3 in loss", "the expected gradient of k3 is not that of the KL"),
-    ("k1+", "K2 in loss", RIGHT), ("k3+", "K2 in loss", RIGHT),
+    ("k1+", "K2 in loss", RIGHT),
+    ("k3+", "K2 in loss", RIGHT),
     ("abs", "|K1| in loss", ""),
 ]
 
@@ -103,8 +134,11 @@ IN_LOSS = [
 #| eval: false
 KIND, CONFIG = "text", "verl/trainer/config/ppo_trainer.yaml"
 ACTOR = "actor_rollout_ref.actor."
-COEFFICIENTS = {"algorithm.use_kl_in_reward": "algorithm.kl_ctrl.kl_coef",
-                ACTOR + "use_kl_loss": ACTOR + "kl_loss_coef"}
+COEFFICIENTS = {
+    "algorithm.use_kl_in_reward": "algorithm.kl_ctrl.kl_coef",
+    ACTOR + "use_kl_loss": ACTOR + "kl_loss_coef",
+}
+
 
 def written(label):
     "Options of a setting, and the overrides that a user writes."
@@ -113,6 +147,7 @@ def written(label):
     if found.get("algorithm.adv_estimator") in ("rloo", "grpo"):
         found["actor_rollout_ref.rollout.n"] = "8"
     return found, [f"{name}={value}" for name, value in found.items()]
+
 
 def parsed(lines):
     "All options as Hydra has them, once verl's own classes have taken them."
