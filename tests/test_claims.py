@@ -22,7 +22,7 @@ from kl_comedy.report.claims import (
     read_claims,
 )
 from kl_comedy.study.sweeps import load_sweep, plan
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.config import KLConfig
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = ROOT / "data/claims.yaml"

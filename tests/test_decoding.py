@@ -15,7 +15,7 @@ from kl_comedy.policies.policy import end_tokens, load_policy, sampling
 from kl_comedy.study import training
 from kl_comedy.study.runs import Run
 from kl_comedy.tasks.characters import TASKS, problems, reward, stream, to_dataset
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.config import KLConfig
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from kl_comedy.study.sweeps import SweepError, load_sweep, plan
 from kl_comedy.tasks.characters import problems, reward, stream, to_dataset
 from kl_comedy.tasks.math import MATH, REQUEST, as_text, math_prompt
 from kl_comedy.tasks.mmlu import SUBJECTS, mmlu_prompt
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.config import KLConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN, LLAMA = "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B-Instruct"

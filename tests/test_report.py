@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.text import Text
 
 from kl_comedy.report import figures as report
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.config import KLConfig
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from ..theory.surrogate import CHOICES, KLConfig
+from ..theory.config import CHOICES, KLConfig
 from matplotlib import pyplot as plt
 from matplotlib.colors import to_rgb
 from matplotlib.layout_engine import PlaceHolderLayoutEngine
