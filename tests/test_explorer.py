@@ -25,7 +25,7 @@ from kl_comedy.lab.gradients import (
     recent_policy,
 )
 from kl_comedy.lab.variance import gradient_variance
-from kl_comedy.report.figures import COLOURS, LABELS
+from kl_comedy.report.colours import COLOURS, LABELS
 from kl_comedy.theory.surrogate import CHOICES, KLConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
