@@ -53,8 +53,8 @@ define install
 	if [ -e .venv/unfinished ]; then rm -rf .venv; fi; \
 	mkdir -p .venv; touch .venv/unfinished; \
 	[ -x $(BIN)/pip ] || $(PYTHON) -m venv .venv; \
-	echo "installing into .venv, which takes a few minutes"; \
-	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e "$(2)"; \
+	echo "installing into .venv: 2 GB, a few minutes"; \
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e "$(2)"; \
 	touch .venv/installed $(1); rm .venv/unfinished'
 endef
 
