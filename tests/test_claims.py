@@ -13,7 +13,7 @@ from kl_comedy.files import FileError
 from kl_comedy.report.checks import check_alike, check_greater, check_stable
 from kl_comedy.report.claims import claims_markdown, findings_table, judge_claims
 from kl_comedy.report.intervals import difference
-from kl_comedy.report.records import Records, read_claims, unstable_runs
+from kl_comedy.report.records import Records, final_values, read_claims, unstable_runs
 from kl_comedy.study.sweeps import load_sweep, plan
 from kl_comedy.theory.surrogate import KLConfig
 
@@ -196,6 +196,26 @@ def test_a_share_of_runs_has_an_interval_that_holds_it(unstable, tmp_path):
     assert found.low <= found.effect == unstable / 4 <= found.high and found.runs == 4
     ends = {0: (0, 0.602), 1: (0.006, 0.806), 4: (0.398, 1)}[unstable]
     assert (found.low, found.high) == pytest.approx(ends, abs=5e-4)
+
+
+@pytest.mark.parametrize("rates", [True, False])
+def test_a_new_task_is_judged_by_its_own_pass_rate(rates, tmp_path):
+    """The runs' parameter `task` says which task was trained; nothing else is changed."""
+    record(tmp_path, [(K1, 0.9, {"task": "dyck"}), (K3, 0.7, {"task": "dyck"})], rates=rates)
+    for path in (tmp_path / "on_policy").glob("*.csv"):
+        text = path.read_text().replace("pass_sum", "pass_dyck").replace(",sum,", ",dyck,")
+        path.write_text(text)
+    assert verdicts(tmp_path)["C7"] == "reproduced"
+    records = Records(tmp_path, read_claims(CLAIMS))
+    assert not unstable_runs(records, side("k1", "reward", 0.05)).any()
+    values = final_values(records, side("k1", "reward", 0.05), "pass_trained")
+    assert values.shape == (4, 3 if rates else 1)
+
+
+def test_runs_of_two_tasks_are_not_compared(tmp_path):
+    records = record(tmp_path, [(K1, 0.9, {"task": "dyck"}), (K1, 0.7, {"task": None})])
+    with pytest.raises(ValueError, match="several tasks, dyck, sum"):
+        final_values(records, side("k1", "reward", 0.05), "pass_trained")
 
 
 # The file

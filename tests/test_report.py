@@ -11,13 +11,13 @@ import pytest
 from matplotlib import pyplot as plt
 from matplotlib.text import Text
 
-from kl_comedy.report import outputs
+from kl_comedy.report import colours, outputs
 from kl_comedy.report.colours import LABELS, colour, line_style
 from kl_comedy.report.curves import gradient_panel, mean_lines
-from kl_comedy.report.figures import label_ends, spread, style
+from kl_comedy.report.figures import draw_legend, label_ends, panel_grid, spread, style
 from kl_comedy.report.intervals import interval
 from kl_comedy.report.outputs import save, write_table
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.surrogate import CHOICES, KLConfig
 
 
 @pytest.fixture
@@ -51,6 +51,31 @@ def test_a_configuration_and_its_label_look_the_same_for_every_beta(label):
 def test_the_thirteen_main_configurations_have_thirteen_colours():
     main = [label for label in LABELS if "," not in label]
     assert len({colour(label) for label in main}) == len(main) == 13
+
+
+@pytest.fixture
+def new_estimators(monkeypatch):
+    """Two estimators that `KLConfig` knows and no figure has heard of."""
+    names = ("k4", "k5")
+    more = CHOICES | {"estimator": (*CHOICES["estimator"], *names)}
+    monkeypatch.setattr(sys.modules[KLConfig.__module__], "CHOICES", more)
+    monkeypatch.setattr(colours, "CHOICES", more)
+    monkeypatch.setattr(colours, "LABELS", colours._configs_by_label())
+    return names
+
+
+def test_a_new_estimator_has_a_look_of_its_own_and_changes_no_other(new_estimators, ax):
+    before = {label: line_style(label) for label in LABELS}
+    labels = [label for label in colours.LABELS if label not in LABELS]
+    assert "K4 in reward" in labels and "K5 in both, to-go credit" in labels
+    looks = [{**line_style(label), "color": 0, "markeredgecolor": 0} for label in colours.LABELS]
+    for look in looks:
+        look["markerfacecolor"] = look.get("markerfacecolor") == "white"
+    assert len({str(look) for look in looks}) == len(colours.LABELS)  # in grey too
+    assert {label: line_style(label) for label in LABELS} == before
+    assert colour("K4 in loss") not in {colour(label) for label in LABELS}
+    mean_lines(curves(["K4 in reward", "K1 in reward"]), "step", "kl", ax=ax)
+    gradient_panel(gradients(label="K5 in loss"), ax)
 
 
 @pytest.mark.parametrize("label", ["K1", "k1-reward-b0.05", "", None])
@@ -90,6 +115,24 @@ def test_names_at_the_ends_do_not_overlap(ax, scale):
     assert all(low.y1 <= high.y0 + 0.5 for low, high in itertools.pairwise(boxes))
     assert max(box.x1 for box in boxes) <= ax.figure.bbox.x1
     assert max(box.y1 for box in boxes) <= ax.figure.bbox.y1
+
+
+@pytest.mark.parametrize("columns, legend", [(2, 1), (3, 1), (3, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize("panels", range(1, 12))
+def test_a_panel_more_leaves_the_legend_its_place(panels, columns, legend):
+    style()
+    fig, cells, free = panel_grid(panels, columns, legend)
+    for ax in cells:
+        ax.plot([0, 1], label="K3 in both, token credit")
+        ax.set_title("a title")
+    shown = draw_legend(free, [cells[0].lines[0]] * 4, "beta 0.1, 6 runs each")
+    fig.draw_without_rendering()
+    box = shown.get_window_extent()
+    assert len(cells) == panels
+    assert not any(ax.get_window_extent().overlaps(box) for ax in cells)
+    places = [(round(ax.get_position().y0, 2), round(ax.get_position().x0, 2)) for ax in cells]
+    assert places == sorted(places, key=lambda place: (-place[0], place[1]))  # reading order
+    plt.close(fig)
 
 
 @pytest.mark.parametrize(
@@ -178,10 +221,10 @@ def test_gradient_panel_refuses_a_bad_table(ax, df, match):
 DRAW = """
 import sys, pandas as pd
 from matplotlib import pyplot as plt
-from kl_comedy.report import outputs
+from kl_comedy.report import colours, outputs
 from kl_comedy.report.colours import LABELS, colour, line_style
 from kl_comedy.report.curves import gradient_panel, mean_lines
-from kl_comedy.report.figures import label_ends, spread, style
+from kl_comedy.report.figures import draw_legend, label_ends, panel_grid, spread, style
 from kl_comedy.report.intervals import interval
 from kl_comedy.report.outputs import save, write_table
 style()
