@@ -73,7 +73,7 @@ def leave_values_out(app, what, name, obj, skip, options):
 def load_explorer(app, pagename, *_):
     "On its page, the explorer's script and style, and the one colour of each configuration."
     if pagename == "explorer":
-        from kl_comedy.report.figures import COLOURS
+        from kl_comedy.report.colours import COLOURS
 
         colours = {"-".join(key): colour for key, colour in COLOURS.items()}
         app.add_js_file(None, body=f"window.klColours = {json.dumps(colours)}")

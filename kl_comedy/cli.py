@@ -117,13 +117,13 @@ def show_status(root, runs_dir):
 # %% ../nbs/90_cli.ipynb #7fd115cc
 def show_claims(root, runs_dir, ids):
     """Print the verdict on each claim, its rule, and what each of its checks found."""
-    from kl_comedy.report.claims import as_table, judge, scales
+    from kl_comedy.report.claims import findings_table, judge_claims, recorded_scales
 
     folder = runs_dir or os.path.join(root, "data", "runs")
     path = os.path.join(root, "data", "claims.yaml")
-    for claim, word, findings in judge(path, folder, ids):
+    for claim, word, findings in judge_claims(path, folder, ids):
         print(f"{claim['id']}  {word}\n    {claim['claim']}\n    Rule: {claim['rule']}")
-        table = as_table([(claim, word, findings)]).drop(columns=["id", "verdict"])
+        table = findings_table([(claim, word, findings)]).drop(columns=["id", "verdict"])
         print(
             "    "
             + table.to_string(index=False, float_format="%.3f", na_rep="").replace(
@@ -131,7 +131,9 @@ def show_claims(root, runs_dir, ids):
             )
             + "\n"
         )
-    recorded = ", ".join(f"{name} at {scale}" for name, scale in scales(folder).items())
+    recorded = ", ".join(
+        f"{name} at {scale}" for name, scale in recorded_scales(folder).items()
+    )
     print(f"Recorded: {recorded or 'nothing'}. Intervals are 95%, over runs and problems.")
 
 # %% ../nbs/90_cli.ipynb #8dd5314e

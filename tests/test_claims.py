@@ -10,17 +10,10 @@ import yaml
 
 from kl_comedy import cli
 from kl_comedy.files import FileError
-from kl_comedy.report.claims import (
-    Records,
-    as_table,
-    beside,
-    check_alike,
-    check_greater,
-    check_stable,
-    difference,
-    judge,
-    read_claims,
-)
+from kl_comedy.report.checks import check_alike, check_greater, check_stable
+from kl_comedy.report.claims import claims_markdown, findings_table, judge_claims
+from kl_comedy.report.intervals import difference
+from kl_comedy.report.records import Records, final_values, read_claims, unstable_runs
 from kl_comedy.study.sweeps import load_sweep, plan
 from kl_comedy.theory.config import KLConfig
 
@@ -52,7 +45,7 @@ def record(folder, cells, sweep="on_policy", rates=True):
 
 
 def verdicts(folder):
-    return {claim["id"]: word for claim, word, _ in judge(CLAIMS, folder)}
+    return {claim["id"]: word for claim, word, _ in judge_claims(CLAIMS, folder)}
 
 
 def side(estimator, placement, beta, **more):
@@ -165,7 +158,7 @@ def test_the_noise_of_a_flat_curve_is_no_collapse(tmp_path):
     pd.DataFrame([{"run": run, "step": i, "pass_sum": p} for run in runs
                   for i, p in enumerate([0.30, 0.44, 0.27, 0.30])]).to_csv(
         tmp_path / "on_policy/metrics.csv", index=False)  # fmt: skip
-    assert not records.unstable(side("k1", "reward", 0.05)).any()
+    assert not unstable_runs(records, side("k1", "reward", 0.05)).any()
 
 
 def test_off_policy_runs_come_from_their_own_sweep(tmp_path):
@@ -173,7 +166,7 @@ def test_off_policy_runs_come_from_their_own_sweep(tmp_path):
     record(tmp_path, [(k1, 0.9, {})])
     record(tmp_path, [(k1, 0.6, {"minibatches": 4})], sweep="variants")
     (finding,) = [
-        f for claim, _, found in judge(CLAIMS, tmp_path, ["C13"]) for f in found
+        f for claim, _, found in judge_claims(CLAIMS, tmp_path, ["C13"]) for f in found
         if "K1 in loss" in f.words
     ]  # fmt: skip
     assert finding.holds and finding.effect == pytest.approx(0.3)
@@ -181,7 +174,7 @@ def test_off_policy_runs_come_from_their_own_sweep(tmp_path):
 
 def test_beside_a_figure_stands_the_claim_with_its_verdict_effect_interval_and_runs(tmp_path):
     record(tmp_path, [(K1, 0.9, {"final_pass_out": 0.5}), (K3, 0.7, {"final_pass_out": 0.6})])
-    said = beside(CLAIMS, tmp_path, ["C7", "C5"])
+    said = claims_markdown(CLAIMS, tmp_path, ["C7", "C5"])
     stable, better = said.split("\n\n")
     assert better.startswith("**C7, the paper:** At beta 0.05 K1 in the reward beats K3 in the")
     assert "**Here, at scale cpu: partly.** Holds: pass@1 in-domain: K1 in reward above" in better
@@ -189,7 +182,7 @@ def test_beside_a_figure_stands_the_claim_with_its_verdict_effect_interval_and_r
     assert "cpu: not yet run.** Holds: stable: K3 in loss, beta 0.05 (0 of 4 runs" in stable
     assert " unstable [0%, 60%]). Not yet run: " in stable
     with pytest.raises(FileError, match="no claim C99"):
-        beside(CLAIMS, tmp_path, ["C99"])
+        claims_markdown(CLAIMS, tmp_path, ["C99"])
 
 
 @pytest.mark.parametrize("unstable", [0, 1, 4])
@@ -203,6 +196,26 @@ def test_a_share_of_runs_has_an_interval_that_holds_it(unstable, tmp_path):
     assert found.low <= found.effect == unstable / 4 <= found.high and found.runs == 4
     ends = {0: (0, 0.602), 1: (0.006, 0.806), 4: (0.398, 1)}[unstable]
     assert (found.low, found.high) == pytest.approx(ends, abs=5e-4)
+
+
+@pytest.mark.parametrize("rates", [True, False])
+def test_a_new_task_is_judged_by_its_own_pass_rate(rates, tmp_path):
+    """The runs' parameter `task` says which task was trained; nothing else is changed."""
+    record(tmp_path, [(K1, 0.9, {"task": "dyck"}), (K3, 0.7, {"task": "dyck"})], rates=rates)
+    for path in (tmp_path / "on_policy").glob("*.csv"):
+        text = path.read_text().replace("pass_sum", "pass_dyck").replace(",sum,", ",dyck,")
+        path.write_text(text)
+    assert verdicts(tmp_path)["C7"] == "reproduced"
+    records = Records(tmp_path, read_claims(CLAIMS))
+    assert not unstable_runs(records, side("k1", "reward", 0.05)).any()
+    values = final_values(records, side("k1", "reward", 0.05), "pass_trained")
+    assert values.shape == (4, 3 if rates else 1)
+
+
+def test_runs_of_two_tasks_are_not_compared(tmp_path):
+    records = record(tmp_path, [(K1, 0.9, {"task": "dyck"}), (K1, 0.7, {"task": None})])
+    with pytest.raises(ValueError, match="several tasks, dyck, sum"):
+        final_values(records, side("k1", "reward", 0.05), "pass_trained")
 
 
 # The file
@@ -270,5 +283,5 @@ def test_an_unknown_claim_is_refused(capsys, monkeypatch):
 
 
 def test_the_exact_claims_are_judged_by_the_recorded_tables():
-    table = as_table(judge(CLAIMS, ROOT / "data/runs", ["C1"]))
+    table = findings_table(judge_claims(CLAIMS, ROOT / "data/runs", ["C1"]))
     assert set(table.verdict) == {"reproduced"} and (table.runs == 5).all()
