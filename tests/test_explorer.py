@@ -16,8 +16,8 @@ import torch
 from chromium import in_a_browser
 from scipy.optimize import minimize
 
-from kl_comedy.lab.gradients import divergence, exact_gradient, expected_gradient, occupancy
-from kl_comedy.lab.policies import Policy, recent_policy
+from kl_comedy.lab.gradients import divergence, exact_gradient, expected_gradient
+from kl_comedy.lab.policies import Policy, occupancy, recent_policy
 from kl_comedy.lab.variance import gradient_variance
 from kl_comedy.report.figures import COLOURS, LABELS
 from kl_comedy.theory.config import CHOICES, KLConfig
