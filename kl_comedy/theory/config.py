@@ -12,7 +12,7 @@ from typing import Any
 from .estimators import ESTIMATORS
 
 # %% ../../nbs/derivations/02b_config.ipynb #37edf317
-CHOICES: dict[str, tuple[str, ...]] = {
+CHOICES = {
     "estimator": (*ESTIMATORS, "exact"),
     "placement": ("none", "reward", "loss", "both"),
     "credit": ("sequence", "to_go", "token"),

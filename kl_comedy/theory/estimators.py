@@ -93,7 +93,7 @@ def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
     return torch.where(d.abs() < 0.25, near.square() / 2 * series, tangent)
 
 # %% ../../nbs/derivations/01_estimators.ipynb #bfe2e854
-ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3}
 
 # %% ../../nbs/derivations/01_estimators.ipynb #754f9785
 BLOCK = 2**20  # logits held in working precision at once
