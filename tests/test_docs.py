@@ -14,6 +14,8 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pandas as pd
 import pytest
+from docutils import nodes
+from docutils.core import publish_doctree
 from execnb.nbio import mk_cell, read_nb, write_nb
 from matplotlib import pyplot as plt
 from PIL import Image
@@ -24,6 +26,7 @@ from kl_comedy.auditing.libraries import load_records, rows
 
 sys.path.insert(0, str(DOCS))
 import build  # noqa: E402
+import conf  # noqa: E402
 import execute  # noqa: E402
 
 
@@ -100,6 +103,19 @@ def test_a_font_from_outside_is_found(tmp_path):
 def test_every_exported_name_is_in_the_api_pages(site, module):
     anchors = Page(site / "api" / f"{module.stem}.html").anchors
     assert {f"kl_comedy.{module.stem}.{name}" for name in exported(module)} <= anchors
+
+
+def test_a_docstring_is_plain_text_and_a_doctest_stays_as_it_is():
+    words = "A *b* of |c_d_| and `e_f*`, a \\."
+    doctest = """>>> x_y = [1, 2]
+>>> print(*x_y, "`|\\\\")
+1 2 `|\\"""
+    lines = f"{words}\n\n{doctest}\n\n{words}".split("\n")
+    conf.plain_docstring(None, "function", "f", None, None, lines)
+    tree = publish_doctree("\n".join(lines), settings_overrides={"report_level": 5})
+    first, example, last = tree.children
+    assert isinstance(example, nodes.doctest_block) and example.astext() == doctest
+    assert first.astext() == last.astext() == words.replace("`", "")
 
 
 def test_every_notebook_is_a_page_in_the_menu(site):

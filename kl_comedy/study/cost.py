@@ -86,7 +86,8 @@ class Load:
 # %% ../../nbs/study/06_cost.ipynb #67f81a38
 def penalty_of(run):
     "The `KLConfig` of the parameters of a run; ValueError if they are none."
-    return KLConfig(**{field.name: run[field.name] for field in fields(KLConfig)})
+    names = [field.name for field in fields(KLConfig) if field.name in run]
+    return KLConfig(**{name: run[name] for name in names})
 
 # %% ../../nbs/study/06_cost.ipynb #4abd474e
 def load_of(run):
