@@ -11,12 +11,13 @@ from transformers import GenerationConfig
 
 from kl_comedy.policies import decoding
 from kl_comedy.policies.decoding import (
-    Decoder,
-    can_decode_fast,
+    add_tokens,
     draw_completions,
     equal_rows_once,
     fast_decoding,
+    read_prompts,
 )
+from kl_comedy.policies.fused import can_decode_fast, fuse_model, next_logits
 from kl_comedy.policies.policy import end_tokens, load_policy
 from kl_comedy.policies.sampling import sampling
 from kl_comedy.study import training
@@ -53,12 +54,12 @@ def test_a_prefix_goes_through_the_model_once(base, monkeypatch):
     asked = [problem.prompt for problem in problems("sum", "test", 4) for _ in range(25)]
     encoded, read = tokenizer(asked, return_tensors="pt"), []
 
-    def counted(self, ids, *others):
+    def counted(fused, cache, ids, *others):
         read.append(ids.shape)
-        return forward(self, ids, *others)
+        return next_logits(fused, cache, ids, *others)
 
-    forward, found = Decoder.__call__, []
-    monkeypatch.setattr(Decoder, "__call__", counted)
+    found = []
+    monkeypatch.setattr(decoding, "next_logits", counted)
     for fast in (draw_completions, None):
         with sampling(model, tokenizer, 0, 1.0):
             found.append(model.generate(**encoded, custom_generate=fast))
@@ -148,11 +149,12 @@ def test_the_room_for_tokens_not_yet_drawn_is_not_copied(base):
     model, tokenizer = base
     encoded = prompts(tokenizer, ("sum",), 2)
     with torch.no_grad():
-        decoder = Decoder(model, 2, 5000)
-        decoder.read(encoded.input_ids, encoded.attention_mask)
+        fused = fuse_model(model, 5000)
+        _, prefixes = read_prompts(fused, encoded.input_ids, encoded.attention_mask)
         with Watch():
-            decoder.add(torch.tensor([0, 0, 1]), torch.tensor([2, 3, 4]))
-    assert 0 < max(gathered) < decoder.cache.numel() / 100
+            rows, tokens = torch.tensor([0, 0, 1]), torch.tensor([2, 3, 4])
+            _, longer = add_tokens(fused, prefixes, rows, tokens)
+    assert 0 < max(gathered) < longer.cache.numel() / 100
 
 
 def test_a_model_with_an_adapter_is_left_to_transformers():
