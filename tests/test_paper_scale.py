@@ -355,9 +355,9 @@ def train(folder, policy, source, steps=3, stop=None, **settings):
         save_steps=1,
         **({"rows": 2, "draw_rows": 4} | settings),
     )
-    tests = {MATH: problems(MATH, "test", 4, source=source)}
-    exam = training.Exam(tok, trainer.ref_model, tests, 1, 0, max_new_tokens=8, batch_size=3)
-    recorder = training.Recorder(run, exam, 1)
+    asked = problems(MATH, "test", 4, source=source)
+    own = training.TrainedTest(tok, trainer.ref_model, asked, 1, 0, max_new_tokens=8, batch_size=3)
+    recorder = training.Recorder(run, training.Exam(MATH, own, {}), 1)
     trainer.add_callback(recorder)
     if stop:  # killed in step 3, while checkpoint 2 was being marked
 
