@@ -15,16 +15,12 @@ import torch
 
 from kl_comedy.lab.optimum import kl_optimum
 from kl_comedy.policies.policy import evaluate, load_policy
+from kl_comedy.study.checkpoints import COMPLETE, resume_point
+from kl_comedy.study.exam import Exam, TrainedTest
+from kl_comedy.study.recorder import Recorder
+from kl_comedy.study.recorder import train as fit
 from kl_comedy.study.runs import Run, read_status
-from kl_comedy.study.training import (
-    COMPLETE,
-    Exam,
-    Recorder,
-    TrainedTest,
-    build_trainer,
-    resume_point,
-)
-from kl_comedy.study.training import train as fit
+from kl_comedy.study.training import TrainSettings, build_trainer
 from kl_comedy.tasks.characters import TASKS, problems, to_dataset
 from kl_comedy.theory.surrogate import KLConfig
 
@@ -48,21 +44,17 @@ def mean_digit(prompts, completions, **_):
 def tiny_trainer(config, output_dir, steps=1, callbacks=(), learning_rate=1e-3, **settings):
     model, tokenizer = load_policy()
     dataset = to_dataset(problems("sum", "train", int(2 * steps)))
-    return build_trainer(
-        config,
-        model,
-        tokenizer,
-        dataset,
-        mean_digit,
-        output_dir,
+    settings = TrainSettings(
         seed=0,
         learning_rate=learning_rate,
         warmup_steps=0,
         prompts_per_step=2,
         group_size=GROUP,
         max_length=12,
-        callbacks=callbacks,
         **{"save_steps": 1} | settings,
+    )
+    return build_trainer(
+        config, model, tokenizer, dataset, mean_digit, output_dir, settings, callbacks
     )
 
 
@@ -121,7 +113,7 @@ def plant(kill, trainer, recorder):
 def in_process(**kwargs):
     """Run `train` in a process of its own; its exit code."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kl_comedy.study.training", "kl_comedy.study.runs"])
+    context.set_forkserver_preload(["kl_comedy.study.training", "kl_comedy.study.recorder"])
     process = context.Process(target=train, kwargs=kwargs)
     process.start()
     process.join(120)

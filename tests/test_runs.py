@@ -13,17 +13,14 @@ import papermill
 import pytest
 from toy import SWEEP, TRAIN, kill, make_clone, results, start, wait_for, write_notebook
 
-from kl_comedy.study.batch import Job, locked, reproduce, run_all, survey, take
-from kl_comedy.study.runs import (
-    Metrics,
-    Run,
-    RunError,
-    collect,
-    read_lines,
-    read_metrics,
-    read_status,
-)
-from kl_comedy.study.sweeps import SweepError, load_sweep, load_sweeps, plan
+from kl_comedy.study.batch import reproduce
+from kl_comedy.study.jobs import Job, locked, run_all, take
+from kl_comedy.study.metrics import Metrics, RunError, read_lines, read_metrics
+from kl_comedy.study.parameters import SweepError
+from kl_comedy.study.progress import survey
+from kl_comedy.study.runs import Run, read_status
+from kl_comedy.study.sweeps import load_sweep, load_sweeps, plan
+from kl_comedy.study.tables import collect
 
 # --- the files of one run -------------------------------------------------------------------
 
