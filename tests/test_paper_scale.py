@@ -25,7 +25,7 @@ from kl_comedy.study.recorder import train as fit
 from kl_comedy.study.runs import Run
 from kl_comedy.study.sweeps import load_sweep, plan
 from kl_comedy.study.tables import collect
-from kl_comedy.tasks.characters import problems, reward, stream, to_dataset
+from kl_comedy.tasks.characters import TASKS, problems, reward, stream, to_dataset
 from kl_comedy.tasks.math import MATH, REQUEST, as_text, math_prompt
 from kl_comedy.tasks.mmlu import SUBJECTS, mmlu_prompt
 from kl_comedy.theory.surrogate import KLConfig
@@ -186,6 +186,17 @@ def test_a_run_that_cannot_be_made_is_refused_before_its_cost(changed, words):
     gpu_plan.check_run("here", run)
     with pytest.raises(SweepError, match=f"^here: .*{words}"):
         gpu_plan.check_run("here", run | changed)
+
+
+def test_a_new_character_task_is_planned_and_tested(monkeypatch):
+    run = next(iter(plan(sweep("on_policy"), "quick").values()))
+    before = cost.load_of(run).tested
+    samples = before // run["eval_problems"] // len(TASKS)
+    monkeypatch.setitem(TASKS, "copy", TASKS["reverse"])
+    assert cost.load_of(run).tested - before == run["eval_problems"] * samples
+    gpu_plan.check_run("here", run | {"task": "copy"})
+    with pytest.raises(SweepError, match="task must be sum, .*, copy, math or null, got 'cop'"):
+        gpu_plan.check_run("here", run | {"task": "cop"})
 
 
 def test_a_plan_without_gpus_lists_runs(tmp_path, monkeypatch, capsys):
