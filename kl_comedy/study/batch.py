@@ -15,7 +15,7 @@ import kl_comedy
 from ..files import write_atomic
 from .jobs import Job, run_all
 from .progress import at_work, outcome, progress, show_files, show_summary
-from .requests import Batch, check_folders, default_workers, plan_gpus
+from .requests import BatchRequest, check_folders, default_workers, plan_gpus
 from .sweeps import Sweep, load_sweeps, plan
 from .tables import collect
 
@@ -57,7 +57,7 @@ def record_tables(paths: Sequence[Path], folder: Path) -> None:
         stale.unlink()
 
 # %% ../../nbs/study/10_batch.ipynb #e3c3a9e1
-def close_sweep(batch: Batch, sweep: Sweep, jobs: Sequence[Job]) -> list[Job]:
+def close_sweep(batch: BatchRequest, sweep: Sweep, jobs: Sequence[Job]) -> list[Job]:
     """Collect the tables of a sweep whose `jobs` have ended; returns its gallery job."""
     if failed := [job for job in jobs if not job.is_finished]:
         print(
@@ -86,7 +86,7 @@ class Ledger:
 
     `jobs` has the runs of each sweep, and `galleries` the gallery jobs that became due."""
 
-    batch: Batch
+    batch: BatchRequest
     jobs: dict[str, list[Job]]
     galleries: list[Job] = field(default_factory=list)
 
@@ -118,7 +118,7 @@ class Ledger:
 
 # %% ../../nbs/study/10_batch.ipynb #3ae0fe12
 def run_sweeps(
-    batch: Batch, jobs: dict[str, list[Job]], devices: Sequence[str]
+    batch: BatchRequest, jobs: dict[str, list[Job]], devices: Sequence[str]
 ) -> list[Job]:
     """Execute the unfinished of `jobs`, and the galleries; returns the gallery jobs."""
     ledger = Ledger(batch, jobs)
@@ -135,7 +135,7 @@ def run_sweeps(
     return ledger.galleries
 
 # %% ../../nbs/study/10_batch.ipynb #0e8c13ea
-def make_runs(batch: Batch, devices: Sequence[str]) -> bool:
+def make_runs(batch: BatchRequest, devices: Sequence[str]) -> bool:
     """Make the runs of a batch and their figures; returns True if nothing failed."""
     where = batch.scale, batch.runs_dir, batch.threads
     jobs = {name: run_jobs(sweep, *where) for name, sweep in batch.sweeps.items()}
@@ -167,7 +167,7 @@ def reproduce(
     With `record` the tables are copied to data/runs. With `only` the plan is printed, and
     that is all. Returns True if nothing failed.
     Raises SweepError before any work if the request cannot be carried out."""
-    batch = Batch(
+    batch = BatchRequest(
         {sweep.name: sweep for sweep in load_sweeps(root, scale, names)},
         scale,
         Path(runs_dir or Path(root, "runs")).resolve(),

@@ -15,7 +15,7 @@ import nbformat
 from execnb.shell import CaptureShell
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat.v4.rwbase import rejoin_lines
-from papermill.engines import Engine, papermill_engines
+from papermill.engines import Engine, NotebookExecutionManager, papermill_engines
 
 # %% ../../nbs/study/06_forks.ipynb #ebe958db
 class Shell(CaptureShell):
@@ -36,7 +36,9 @@ class InProcess(Engine):
     """Papermill's engine `in_process`: the cells run in this process, until one raises."""
 
     @classmethod
-    def execute_managed_notebook(cls, nb_man, kernel_name: str, **_) -> None:
+    def execute_managed_notebook(
+        cls, nb_man: NotebookExecutionManager, kernel_name: str, **_
+    ) -> None:
         shell = Shell(path=Path.cwd(), mpl_format="png")
         for index, cell in enumerate(nb_man.nb.cells):
             nb_man.cell_start(cell, index)

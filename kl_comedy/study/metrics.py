@@ -7,6 +7,7 @@ __all__ = ['RunError', 'read_lines', 'number', 'ends_torn', 'append_line', 'Metr
 import json
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 import pandas as pd
 from ..files import FileError, write_atomic
@@ -45,7 +46,7 @@ def number(name: str, value: object) -> int | float:
         raise TypeError(f"metric {name!r} must be a number, got {value!r}") from None
 
 
-def ends_torn(file) -> bool:
+def ends_torn(file: BinaryIO) -> bool:
     """True if a file that is open for reading has bytes, the last not a newline."""
     if file.seek(0, os.SEEK_END) == 0:
         return False
