@@ -253,6 +253,8 @@ def test_an_exam_names_the_trained_task():
     assert first["pass_out"] == fmean([first["pass_sum"], first["pass_wrap"]])
     with pytest.raises(ValueError, match="others has 'sum', the trained task"):
         Exam("sum", own, tests)
+    with pytest.raises(ValueError, match="trained='sort', and the problems of `own` are of 'rev"):
+        Exam("sort", own, tests)
 
 
 # The yardstick
