@@ -137,7 +137,7 @@ def show_claims(root, runs_dir, ids):
 # %% ../nbs/90_cli.ipynb #8dd5314e
 def show_audit(root, names, as_json, recording):
     """Audit libraries and print what was found; returns 1 if one could not be, else 0."""
-    from kl_comedy.auditing.libraries import as_text, audit_library, record
+    from kl_comedy.auditing.libraries import audit_library, library_as_text, record
     from kl_comedy.auditing.venvs import AuditError, choose, load_recipes
 
     def say(line):
@@ -153,7 +153,7 @@ def show_audit(root, names, as_json, recording):
             continue
         found.append(one)
         if not as_json:
-            print(as_text(one) + "\n", flush=True)
+            print(library_as_text(one) + "\n", flush=True)
         if recording:
             say(f"written: {os.path.relpath(record(one, root))}")
     if as_json:
