@@ -203,10 +203,9 @@ def build(recipe: Recipe, folder: Path, say: Callable[[str], object]) -> None:
     folder.mkdir(parents=True)
     _step(recipe, "venv", [sys.executable, "-m", "venv", folder], log)
     link_shared(folder / "shared")
-    version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    packages = folder / "lib" / f"python{version}" / "site-packages"
+    packages = f"lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages"
     # A relative path, which the renaming of the folder does not break.
-    (packages / "shared.pth").write_text("../../../shared\n")
+    (folder / packages / "shared.pth").write_text("../../../shared\n")
     pins = folder / "requirements.txt"
     pins.write_text(recipe.requirements)
     say(f"{recipe.name}: installing {len(recipe.requirements.split())} packages")
