@@ -107,15 +107,15 @@ def options(label: str, prefixes: dict[str, str] | None = None) -> dict[str, str
     """
     if label == "(none)":
         return {}
-    found = {}
+    values = {}
     given = re.findall(r"(?:--)?([\w.]+)(?:[= ](?!--)(\S+))?", label.strip("()"))
     for name, value in given:
         for short, full in (prefixes or {}).items():
             if name.startswith(short):
                 name = full + name.removeprefix(short)
                 break
-        found[name] = value or "True"
-    return found
+        values[name] = value or "True"
+    return values
 
 # %% ../../nbs/auditing/10_adapter.ipynb #19fa8034
 def flat(config: object, before: str = "") -> dict[str, object]:

@@ -116,10 +116,10 @@ def _about(recipe):
     }
 
 # %% ../../nbs/auditing/12_libraries.ipynb #a7d0aef5
-def record(found: dict[str, object], root: str | Path) -> Path:
+def record(audited: dict[str, object], root: str | Path) -> Path:
     "Write what `audit_library` found to data/libraries under `root`; returns the path."
-    path = Path(root, "data", "libraries", f"{found['library']}.json")
-    write_atomic(path, json.dumps(found, indent=1) + "\n")
+    path = Path(root, "data", "libraries", f"{audited['library']}.json")
+    write_atomic(path, json.dumps(audited, indent=1) + "\n")
     return path
 
 
@@ -144,15 +144,15 @@ def objective_in_words(setting: dict) -> str:
     return on_policy["objective"]
 
 # %% ../../nbs/auditing/12_libraries.ipynb #0512cb81
-def setting_rows(found: dict) -> Iterator[dict[str, object]]:
+def setting_rows(audited: dict) -> Iterator[dict[str, object]]:
     "What a table shows of each setting of a library, by column."
-    for setting in found["settings"]:
+    for setting in audited["settings"]:
         on_policy = setting["report"]["on_policy"]
         nothing = on_policy["objective"] in ("zero", "no gradient")
         scale, bias = on_policy["scale"], on_policy["bias"]
         yield {
-            "library": found["library"],
-            "version": found["version"],
+            "library": audited["library"],
+            "version": audited["version"],
             "default": "*" if setting["default"] else "",
             "setting": setting["label"],
             "cell": setting["cell"],
@@ -163,28 +163,28 @@ def setting_rows(found: dict) -> Iterator[dict[str, object]]:
             "aggregation": on_policy["aggregation"],
         }
 
-# %% ../../nbs/auditing/12_libraries.ipynb #be5fc17e
-def refused(found: dict) -> dict[str, str]:
+# %% ../../nbs/auditing/12_libraries.ipynb #8e265133
+def refused(audited: dict) -> dict[str, str]:
     "Why a library's own parser did not take the lines of a setting, by its label."
     return {
         setting["label"]: setting["written"]["refused"]
-        for setting in found["settings"]
+        for setting in audited["settings"]
         if setting["written"]["refused"]
     }
 
 
-def library_as_text(found: dict) -> str:
+def library_as_text(audited: dict) -> str:
     "The table of one library, for a terminal."
     lines = [
-        f"{found['title']} {found['version']}, audited {found['date']}, "
-        f"torch {found['torch']} (* the default)"
+        f"{audited['title']} {audited['version']}, audited {audited['date']}, "
+        f"torch {audited['torch']} (* the default)"
     ]
-    for row in setting_rows(found):
+    for row in setting_rows(audited):
         factor = "" if row["factor"] is None else f"  factor {row['factor']:g}"
         bias = "" if row["bias"] is None else f"  bias {row['bias']:.2f}"
         lines.append(f"{row['default']:1} {row['setting']}")
         lines.append(f"    {row['verdict']}{factor}{bias}  ({row['aggregation']})")
-    for label, why in refused(found).items():
+    for label, why in refused(audited).items():
         lines.append(f"! {label}\n    its lines are refused: {why}")
     return "\n".join(lines)
 
@@ -196,10 +196,10 @@ OBJECTIVES_BY_GOAL = {
 }
 
 
-def settings_for(found: dict) -> dict[str, list[str]]:
+def settings_for(audited: dict) -> dict[str, list[str]]:
     "Labels of the settings with the objective of a goal, by `OBJECTIVES_BY_GOAL`."
     labels = {goal: [] for goal in OBJECTIVES_BY_GOAL}
-    for setting in found["settings"]:
+    for setting in audited["settings"]:
         objective = objective_in_words(setting).removesuffix(WHERE_CLAMPED)
         for goal, wanted in OBJECTIVES_BY_GOAL.items():
             if objective == wanted:

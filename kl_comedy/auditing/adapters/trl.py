@@ -63,6 +63,7 @@ def settings() -> Iterator[Setting]:
 
 
 def _of_rloo():
+    "The settings of TRL's RLOO."
     yield setting("RLOOTrainer", "K1 in reward", *RLOO, words=DEFAULT | COEFFICIENT)
     yield setting(
         "RLOOTrainer normalize_advantages=True",
@@ -73,6 +74,7 @@ def _of_rloo():
 
 # %% ../../../nbs/auditing/adapters/trl.ipynb #f6013fe3
 def _of_grpo():
+    "The settings of TRL's GRPO, and of an experimental relative."
     yield setting(
         "GRPOTrainer (use_bias_correction_kl=True)",
         "K2 in loss",
@@ -91,6 +93,7 @@ def _of_grpo():
 
 # %% ../../../nbs/auditing/adapters/trl.ipynb #2b9c7440
 def _of_ours():
+    "Two settings of our trainer, for comparison."
     yield setting(
         "kl_comedy: KLRLOOTrainer KLConfig('k1', 'reward')",
         "K1 in reward",
