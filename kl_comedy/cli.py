@@ -131,7 +131,7 @@ def show_audit(root: Path, names: Sequence[str], as_json: bool, recording: bool)
     """Audit libraries and print their results; returns 1 if one could not be, else 0."""
     import json
 
-    from kl_comedy.auditing.libraries import as_text, audit_library, record
+    from kl_comedy.auditing.libraries import audit_library, library_as_text, record
     from kl_comedy.auditing.venvs import AuditError, choose, load_recipes
 
     def say(line: str) -> None:
@@ -147,7 +147,7 @@ def show_audit(root: Path, names: Sequence[str], as_json: bool, recording: bool)
             continue
         results.append(result)
         if not as_json:
-            print(as_text(result) + "\n", flush=True)
+            print(library_as_text(result) + "\n", flush=True)
         if recording:
             say(f"written: {os.path.relpath(record(result, root))}")
     if as_json:

@@ -22,7 +22,7 @@ from PIL import Image
 from website import DOCS, MODULES, ROOT, Page, dotted, exported, pages_of
 
 from kl_comedy import __version__
-from kl_comedy.auditing.libraries import load_records, rows
+from kl_comedy.auditing.libraries import load_records, setting_rows
 
 sys.path.insert(0, str(DOCS))
 import build  # noqa: E402
@@ -337,7 +337,7 @@ def test_the_figure_of_the_readme_is_the_one_that_was_drawn(site):
 def test_the_home_page_says_what_each_library_does_by_default(site):
     text = " ".join(re.sub(r"<[^>]*>", " ", (site / "index.html").read_text()).split())
     for found in load_records(ROOT / "data" / "libraries").values():
-        for row in rows(found):
+        for row in setting_rows(found):
             if row["default"]:
                 words = unescape(row["verdict"]).removesuffix(", but where a clamp acts")
                 assert re.search(
