@@ -14,8 +14,8 @@ from trl import GRPOConfig, RLOOConfig
 from kl_comedy.auditing.trainer import micro_model as model  # noqa: F401
 from kl_comedy.auditing.trainer import micro_tokenizer as tokenizer
 from kl_comedy.auditing.trainer import micro_trainer, respond
-from kl_comedy.lab.gradients import PrefixTreePolicy
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.lab.policies import PrefixTreePolicy
+from kl_comedy.theory.config import KLConfig
 from kl_comedy.trainers.rloo_grpo import KLGRPOTrainer, KLRLOOTrainer
 
 END, V, LENGTH, PROMPT = 0, 3, 3, "ab"

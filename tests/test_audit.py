@@ -12,8 +12,9 @@ from kl_comedy.auditing.audit import audit, from_dict, to_dict
 from kl_comedy.auditing.expectation import expect
 from kl_comedy.auditing.toy import Toy
 from kl_comedy.lab.gradients import expected_gradient, named_objective
+from kl_comedy.theory.config import CHOICES, KLConfig
 from kl_comedy.theory.estimators import exact_kl
-from kl_comedy.theory.surrogate import CHOICES, KLConfig, kl_surrogate
+from kl_comedy.theory.surrogate import kl_surrogate
 
 SEQ, TOK, FWD = "sequence reverse KL", "token reverse KL", "token forward KL"
 EACH = ", averaged over each response's tokens"

@@ -15,7 +15,7 @@ from kl_comedy.report.claims import claims_markdown, findings_table, judge_claim
 from kl_comedy.report.intervals import difference
 from kl_comedy.report.records import Records, final_values, read_claims, unstable_runs
 from kl_comedy.study.sweeps import load_sweep, plan
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.config import KLConfig
 
 ROOT = Path(__file__).parents[1]
 CLAIMS = ROOT / "data/claims.yaml"

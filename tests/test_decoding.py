@@ -10,12 +10,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from kl_comedy.policies import decoding
-from kl_comedy.policies.decoding import Decoder, draw, equal_rows_once, fast_decoding, supported
-from kl_comedy.policies.policy import end_tokens, load_policy, sampling
+from kl_comedy.policies.decoding import (
+    Decoder,
+    can_decode_fast,
+    draw_completions,
+    equal_rows_once,
+    fast_decoding,
+)
+from kl_comedy.policies.policy import end_tokens, load_policy
+from kl_comedy.policies.sampling import sampling
 from kl_comedy.study import training
 from kl_comedy.study.runs import Run
-from kl_comedy.tasks.characters import TASKS, problems, reward, stream, to_dataset
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.tasks.characters import TASKS
+from kl_comedy.tasks.dataset import problems, reward, stream, to_dataset
+from kl_comedy.theory.config import KLConfig
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +41,7 @@ def test_the_same_tokens_from_prompts_of_all_tasks(base, seed):
     model, tokenizer = base
     encoded = prompts(tokenizer, TASKS, 6)
     found = []
-    for fast in (draw, None):
+    for fast in (draw_completions, None):
         with sampling(model, tokenizer, seed, 1.0):
             found.append(model.generate(**encoded, custom_generate=fast))
     assert torch.equal(*found)
@@ -51,7 +59,7 @@ def test_a_prefix_goes_through_the_model_once(base, monkeypatch):
 
     forward, found = Decoder.__call__, []
     monkeypatch.setattr(Decoder, "__call__", counted)
-    for fast in (draw, None):
+    for fast in (draw_completions, None):
         with sampling(model, tokenizer, 0, 1.0):
             found.append(model.generate(**encoded, custom_generate=fast))
     assert torch.equal(*found)
@@ -87,7 +95,7 @@ def test_settings_act_as_in_transformers(base, settings):
         )
         | settings
     )
-    for fast in (draw, None):
+    for fast in (draw_completions, None):
         torch.manual_seed(0)
         found.append(model.generate(**encoded, generation_config=config, custom_generate=fast))
     assert torch.equal(*found)
@@ -123,7 +131,7 @@ def test_what_is_not_drawn_here_is_refused(base, name, value):
         **dict(do_sample=True, max_new_tokens=3, eos_token_id=1, pad_token_id=0) | {name: value}
     )
     with pytest.raises(ValueError, match=f"{name}={value}: only"):
-        model.generate(**encoded, generation_config=config, custom_generate=draw)
+        model.generate(**encoded, generation_config=config, custom_generate=draw_completions)
 
 
 def test_the_room_for_tokens_not_yet_drawn_is_not_copied(base):
@@ -150,11 +158,11 @@ def test_the_room_for_tokens_not_yet_drawn_is_not_copied(base):
 def test_a_model_with_an_adapter_is_left_to_transformers():
     """Its own weights are not all of its weights: draws would be the base policy's."""
     model, tokenizer = load_policy()
-    assert supported(model)
+    assert can_decode_fast(model)
     inject_adapter_in_model(
         LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False), model
     )
-    assert not supported(model)
+    assert not can_decode_fast(model)
     encoded, found = prompts(tokenizer, ("sum",), 8), []
     for path in ({}, {"custom_generate": None}):
         with sampling(model, tokenizer, 0, 1.0):
@@ -223,13 +231,13 @@ def test_training_draws_with_it_and_learns_the_same(base, tmp_path, monkeypatch)
 
     def counted(*args, **kwargs):
         calls.append(1)
-        return draw(*args, **kwargs)
+        return draw_completions(*args, **kwargs)
 
     @contextmanager
     def slow(model):
         yield
 
-    monkeypatch.setattr(decoding, "draw", counted)
+    monkeypatch.setattr(decoding, "draw_completions", counted)
     logged, drawn = [], []
     for name in ("fast", "slow"):
         if name == "slow":
@@ -292,4 +300,4 @@ def test_mixed_precision_is_left_to_transformers(tmp_path):
             bf16=bf16,
         )
         trainer.train()
-        assert supported(trainer.model) == supported(trainer.ref_model) == (not bf16)
+        assert can_decode_fast(trainer.model) == can_decode_fast(trainer.ref_model) == (not bf16)

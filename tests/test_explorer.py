@@ -16,17 +16,11 @@ import torch
 from chromium import in_a_browser
 from scipy.optimize import minimize
 
-from kl_comedy.lab.gradients import (
-    Policy,
-    divergence,
-    exact_gradient,
-    expected_gradient,
-    occupancy,
-    recent_policy,
-)
+from kl_comedy.lab.gradients import divergence, exact_gradient, expected_gradient, occupancy
+from kl_comedy.lab.policies import Policy, recent_policy
 from kl_comedy.lab.variance import gradient_variance
 from kl_comedy.report.colours import COLOURS, LABELS
-from kl_comedy.theory.surrogate import CHOICES, KLConfig
+from kl_comedy.theory.config import CHOICES, KLConfig
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 CONFIGS = [config for config in LABELS.values() if config.placement != "none"]

@@ -8,7 +8,7 @@ import torch
 from micro import BETA, DRAWN, STOCK
 from trl import GRPOConfig, RLOOConfig
 
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.config import KLConfig
 from kl_comedy.trainers import rloo_grpo as module
 from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer, NotFinite, objective
 

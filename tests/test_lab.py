@@ -7,20 +7,22 @@ import torch
 
 from kl_comedy.lab.gradients import (
     TARGETS,
-    MarkovPolicy,
-    Policy,
-    PrefixTreePolicy,
     divergence,
     enumerated_gradients,
     exact_gradient,
     expected_gradient,
-    history_policy,
     named_objective,
-    recent_policy,
-    sample_gradients,
 )
+from kl_comedy.lab.policies import (
+    MarkovPolicy,
+    Policy,
+    PrefixTreePolicy,
+    history_policy,
+    recent_policy,
+)
+from kl_comedy.lab.sampling import sample_gradients
 from kl_comedy.lab.variance import gradient_variance, sampled_statistics
-from kl_comedy.theory.surrogate import CHOICES, KLConfig
+from kl_comedy.theory.config import CHOICES, KLConfig
 
 
 def allowed_configs():

@@ -8,16 +8,10 @@ import pytest
 from sources import math2_of_the_hub
 
 from kl_comedy.tasks import math as math_task
-from kl_comedy.tasks.characters import (
-    demonstration,
-    is_correct,
-    math_verifier,
-    problems,
-    reward,
-    to_dataset,
-)
+from kl_comedy.tasks.characters import demonstration
+from kl_comedy.tasks.dataset import is_correct, math_verifier, problems, reward, to_dataset
 from kl_comedy.tasks.math import load_math, load_math2, math_gold, math_prompt
-from kl_comedy.tasks.verifier import Problem
+from kl_comedy.tasks.problem import Problem
 
 ROWS = [
     ("What is $2+3$?", "We add: $\\boxed{5}$.", "5"),
@@ -40,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 @pytest.fixture
 def sizes(monkeypatch):
     """As if these few rows were all there are."""
-    monkeypatch.setattr(math_task, "SIZES", {"train": (6,), "test": (4, 6)})
+    monkeypatch.setattr(math_task, "MATH_SIZES", {"train": (6,), "test": (4, 6)})
 
 
 def original(folder):

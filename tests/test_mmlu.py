@@ -9,9 +9,9 @@ import pytest
 from sources import mmlu_of_the_authors, mmlu_of_the_hub
 
 from kl_comedy.tasks import mmlu
-from kl_comedy.tasks.characters import check_answers, n_problems, problems
+from kl_comedy.tasks.dataset import check_answers, n_problems, problems
 from kl_comedy.tasks.mmlu import LETTERS, SUBJECTS, check_letter, load_mmlu, mmlu_prompt
-from kl_comedy.tasks.verifier import Problem
+from kl_comedy.tasks.problem import Problem
 
 FOLDER = Path(__file__).resolve().parent.parent.parent / "shared" / "data" / "mmlu"
 ROWS = [

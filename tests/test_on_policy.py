@@ -14,8 +14,8 @@ from kl_comedy.policies.policy import load_policy
 from kl_comedy.study.runs import Run
 from kl_comedy.study.training import COMPLETE, Exam, Recorder, build_trainer, resume_point
 from kl_comedy.study.training import train as fit
-from kl_comedy.tasks.characters import problems, to_dataset
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.tasks.dataset import problems, to_dataset
+from kl_comedy.theory.config import KLConfig
 
 K1_REWARD = KLConfig("k1", "reward", 1.0)
 GROUP = 3

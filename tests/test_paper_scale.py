@@ -14,15 +14,17 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 from trl.data_utils import apply_chat_template
 
 from kl_comedy.cli import main
-from kl_comedy.policies.policy import encode, end_tokens, evaluate, load_policy, sample
+from kl_comedy.policies.evaluation import evaluate
+from kl_comedy.policies.policy import end_tokens, load_policy
+from kl_comedy.policies.sampling import encode, sample_completions
 from kl_comedy.study import cost, training
 from kl_comedy.study.batch import Job, run_all
 from kl_comedy.study.runs import Run, collect
 from kl_comedy.study.sweeps import SweepError, load_sweep, plan
-from kl_comedy.tasks.characters import problems, reward, stream, to_dataset
-from kl_comedy.tasks.math import MATH, REQUEST, as_text, math_prompt
+from kl_comedy.tasks.dataset import problems, reward, stream, to_dataset
+from kl_comedy.tasks.math import MATH, MATH_REQUEST, math_prompt, with_text_prompt
 from kl_comedy.tasks.mmlu import SUBJECTS, mmlu_prompt
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.config import KLConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 QWEN, LLAMA = "Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B-Instruct"
@@ -220,7 +222,7 @@ def test_every_run_has_a_gpu_to_itself(tmp_path):
 def micro_policy(folder, template=TEMPLATE):
     """A Qwen2 of one layer that reads the prompts; three of its tokens are whole answers."""
     asked = [mmlu_prompt(text, choices)[0]["content"] for text, choices, _ in CHOICES]
-    texts = [text for text, _ in ROWS + HARDER] + [REQUEST, "systemuserassistant\n", *asked]
+    texts = [text for text, _ in ROWS + HARDER] + [MATH_REQUEST, "systemuserassistant\n", *asked]
     characters = sorted(set("".join(texts)))
     symbols = ["<|endoftext|>", *(c.replace(" ", "Ġ").replace("\n", "Ċ") for c in characters)]
     tok = Qwen2Tokenizer(
@@ -311,11 +313,11 @@ def test_a_turn_that_closes_ends_a_response(policy, source):
 def test_without_a_template_prompts_are_refused_or_plain(source, tmp_path):
     model, tok = load_policy(micro_policy(tmp_path, None))
     asked = problems(MATH, "test", 2, source=source)
-    with pytest.raises(ValueError, match="no chat template.*as_text"):
-        sample(model, tok, asked, 1, 0)
-    plain = [as_text(problem) for problem in asked]
+    with pytest.raises(ValueError, match="no chat template.*with_text_prompt"):
+        sample_completions(model, tok, asked, 1, 0)
+    plain = [with_text_prompt(problem) for problem in asked]
     assert plain[0].prompt == asked[0].prompt[0]["content"] + "\n\n" and plain[0].gold
-    texts = sample(model, tok, plain, 2, 0, max_new_tokens=7)
+    texts = sample_completions(model, tok, plain, 2, 0, max_new_tokens=7)
     assert all(len(tok(t)["input_ids"]) <= 7 for pair in texts for t in pair)
 
 
@@ -471,7 +473,9 @@ def test_the_notebook_of_the_paper_scale_trains_a_model_on_disk(policy, sources,
     assert metrics.step.tolist() == [0, 1, 2]
     assert {"pass_math", "test_no_box", "test_undecided", "kl", "reward", "no_box"} <= {*metrics}
     base = pd.read_csv(tmp_path / "base_pass_rates.csv")
-    assert base.prompt.str.endswith(REQUEST + "\n\n").all() and base.pass_rate.between(0, 1).all()
+    assert (
+        base.prompt.str.endswith(MATH_REQUEST + "\n\n").all() and base.pass_rate.between(0, 1).all()
+    )
     assert math_prompt(ROWS[0][0])[0]["content"] + "\n\n" in set(base.prompt)
     late = [f"pass_{name}" for name in ("math2", *SUBJECTS, "in", "out")]  # of the end alone
     assert metrics[late].notna().all(axis=1).tolist() == [False, False, True]

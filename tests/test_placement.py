@@ -9,21 +9,15 @@ import pytest
 import torch
 
 from kl_comedy.lab.gradients import (
-    PrefixTreePolicy,
     divergence,
     enumerate_sequences,
     exact_gradient,
     expected_gradient,
 )
+from kl_comedy.lab.policies import PrefixTreePolicy
+from kl_comedy.theory.config import CHOICES, KLConfig
 from kl_comedy.theory.estimators import ESTIMATORS, exact_kl
-from kl_comedy.theory.surrogate import (
-    CHOICES,
-    KLConfig,
-    credited,
-    importance_weight,
-    kl_surrogate,
-    kl_terms,
-)
+from kl_comedy.theory.surrogate import credited, importance_weight, kl_surrogate, kl_terms
 
 
 def allowed(*values):

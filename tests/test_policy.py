@@ -15,24 +15,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from kl_comedy.policies.evaluation import evaluate, pass_rates
 from kl_comedy.policies.policy import (
     BASE_POLICIES,
     BASE_POLICY,
     MAX_NEW_TOKENS,
-    complete,
-    completion_logits,
-    decode,
-    evaluate,
     load_policy,
     new_policy,
-    pass_rates,
-    sample,
-    sampling,
     save_policy,
     tokenizer,
 )
-from kl_comedy.tasks.characters import TASKS, demonstration, is_correct, problems
-from kl_comedy.tasks.verifier import Problem
+from kl_comedy.policies.sampling import (
+    complete,
+    completion_logits,
+    decode,
+    sample_completions,
+    sampling,
+)
+from kl_comedy.tasks.characters import TASKS, demonstration
+from kl_comedy.tasks.dataset import is_correct, problems
+from kl_comedy.tasks.problem import Problem
 
 NAMES = list(TASKS)
 ROOT = Path(__file__).parents[1]
@@ -284,14 +286,20 @@ def test_defaults_of_the_checkpoint_that_cut_the_distribution_have_no_effect(bas
         "do_sample": False,
     }.items():
         setattr(model.generation_config, name, value)
-    assert sample(model, tok, mixed(), 2, seed=0) == sample(*base, mixed(), 2, seed=0)
+    assert sample_completions(model, tok, mixed(), 2, seed=0) == sample_completions(
+        *base, mixed(), 2, seed=0
+    )
     assert model.generation_config.top_k == 1
 
 
 def test_samples_follow_the_seed_and_come_problem_by_problem(base):
-    drawn = sample(*base, mixed(), 3, seed=5)
+    drawn = sample_completions(*base, mixed(), 3, seed=5)
     assert len(drawn) == 16 and all(len(texts) == 3 for texts in drawn)
-    assert drawn == sample(*base, mixed(), 3, seed=5) != sample(*base, mixed(), 3, seed=6)
+    assert (
+        drawn
+        == sample_completions(*base, mixed(), 3, seed=5)
+        != sample_completions(*base, mixed(), 3, seed=6)
+    )
     right = fmean(
         is_correct(p, text) for p, texts in zip(mixed(), drawn, strict=True) for text in texts
     )
@@ -332,7 +340,7 @@ def test_kl_and_entropy_are_those_of_plain_formulas_on_every_completion_alone(ba
     asked = mixed(3)
     result = evaluate(model, tok, asked, 2, seed=1, ref_model=ref)
     kl, log_ratio, entropy, tokens = 0, 0, 0, 0
-    for problem, texts in zip(asked, sample(model, tok, asked, 2, seed=1), strict=True):
+    for problem, texts in zip(asked, sample_completions(model, tok, asked, 2, seed=1), strict=True):
         for text in texts:
             ids = tok(problem.prompt + text, return_tensors="pt")["input_ids"]
             end = torch.tensor([[tok.eos_token_id]][: len(text) < MAX_NEW_TOKENS])
@@ -376,7 +384,7 @@ def test_pass_rates_alone_are_those_of_an_evaluation(base):
     assert rates == evaluate(*base, asked, 3, seed=2)["pass_rates"] and len(set(rates)) > 2
     assert rates == [
         fmean(is_correct(problem, text) for text in texts)
-        for problem, texts in zip(asked, sample(*base, asked, 3, seed=2), strict=True)
+        for problem, texts in zip(asked, sample_completions(*base, asked, 3, seed=2), strict=True)
     ]
 
 
@@ -400,7 +408,7 @@ def test_completions_that_were_cut_off_are_counted_and_wrong():
         ({"problems": [Problem("sum", "M4,７:", "11")]}, "reads as"),
     ],
 )
-@pytest.mark.parametrize("function", [sample, evaluate])
+@pytest.mark.parametrize("function", [sample_completions, evaluate])
 def test_bad_requests_are_refused(base, function, change, message):
     request = {"problems": problems("sum", "test", 1), "n_samples": 1, "seed": 0} | change
     with pytest.raises(ValueError, match=message):
@@ -410,7 +418,7 @@ def test_bad_requests_are_refused(base, function, change, message):
 @pytest.mark.parametrize("temperature", [0, -1.0, math.inf, math.nan])
 def test_bad_temperatures_are_refused(base, temperature):
     with pytest.raises(ValueError, match="temperature must be above 0 and finite"):
-        sample(*base, problems("sum", "test", 1), 1, seed=0, temperature=temperature)
+        sample_completions(*base, problems("sum", "test", 1), 1, seed=0, temperature=temperature)
 
 
 # The model card

@@ -17,7 +17,7 @@ from kl_comedy.report.curves import gradient_panel, mean_lines
 from kl_comedy.report.figures import draw_legend, label_ends, panel_grid, spread, style
 from kl_comedy.report.intervals import interval
 from kl_comedy.report.outputs import save, write_table
-from kl_comedy.theory.surrogate import CHOICES, KLConfig
+from kl_comedy.theory.config import CHOICES, KLConfig
 
 
 @pytest.fixture

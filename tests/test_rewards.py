@@ -15,17 +15,14 @@ from random import Random
 import psutil
 import pytest
 
-from kl_comedy.tasks.verifier import (
+from kl_comedy.tasks.answers import (
     MAX_ANSWER,
-    MEMORY,
-    VERDICTS,
-    Verifier,
-    by_rules,
-    decided,
+    check_by_rules,
     last_boxed,
     plain_number,
-    verdicts,
+    rule_verdict,
 )
+from kl_comedy.tasks.verifier import VERDICTS, WORKER_MEMORY, Verifier, check_pairs
 
 ROOT = Path(__file__).resolve().parent.parent
 SOLUTIONS = ROOT.parent / "shared" / "data" / "gsm8k_completions" / "example_model_solutions.jsonl"
@@ -153,8 +150,8 @@ def test_the_time_to_find_a_box_grows_with_the_text(text):
     ],
 )
 def test_the_rules_refuse(gold, answer):
-    assert decided(gold, answer) == "wrong"
-    assert decided(answer, answer) == ("right" if answer else "wrong")
+    assert rule_verdict(gold, answer) == "wrong"
+    assert rule_verdict(answer, answer) == ("right" if answer else "wrong")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +176,7 @@ def test_the_rules_refuse(gold, answer):
     ],
 )
 def test_the_rules_accept(gold, answer):
-    assert decided(gold, answer) == "right"
+    assert rule_verdict(gold, answer) == "right"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +204,7 @@ def test_the_rules_accept(gold, answer):
     ],
 )
 def test_the_rules_leave_the_rest_open(gold, answer):
-    assert decided(gold, answer) is None
+    assert rule_verdict(gold, answer) is None
 
 
 def test_plain_numbers_are_exact():
@@ -240,7 +237,7 @@ def solved():
 
 
 def test_the_rules_agree_with_the_labels_of_real_completions(solved):
-    found, left = by_rules([gold for gold, _, _ in solved], [text for _, text, _ in solved])
+    found, left = check_by_rules([gold for gold, _, _ in solved], [text for _, text, _ in solved])
     assert len(left) < 10
     for i, verdict in found.items():
         assert (verdict == "right") == solved[i][2], solved[i]
@@ -546,7 +543,7 @@ def test_math_verify_agrees_with_the_labels_of_real_completions(verifier, solved
     pairs = [
         (i, gold, last_boxed(text)) for i, (gold, text, _) in enumerate(solved) if last_boxed(text)
     ]
-    found = verdicts(pairs, verifier.workers, 1, 5.0, MEMORY)
+    found = check_pairs(pairs, verifier.workers, 1, 5.0, WORKER_MEMORY)
     assert len(found) > 280
     assert [i for i, verdict in found.items() if (verdict == "right") != solved[i][2]] == []
 

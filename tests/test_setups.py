@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model
 from trl import RLOOConfig
 
 from kl_comedy.policies.policy import BASE_POLICY
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.config import KLConfig
 from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer
 
 pytestmark = pytest.mark.usefixtures("exact")

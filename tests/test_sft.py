@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 
 from kl_comedy.policies import sft
 from kl_comedy.policies.policy import new_policy, tokenizer
-from kl_comedy.tasks.characters import SPLITS, TASKS, problems, split_size
+from kl_comedy.tasks.characters import SPLITS, TASKS, split_size
+from kl_comedy.tasks.dataset import problems
 
 NOTEBOOK = Path(__file__).parents[1] / "nbs/experiments/23_base_policy.ipynb"
 TOK = tokenizer()

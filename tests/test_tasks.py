@@ -9,22 +9,10 @@ from random import Random
 
 import pytest
 
-from kl_comedy.tasks.characters import (
-    SPLITS,
-    TASKS,
-    countdown_problems,
-    demonstration,
-    evaluate_expression,
-    expressions,
-    is_correct,
-    numbers_in,
-    problems,
-    reward,
-    split_index,
-    split_size,
-    to_dataset,
-)
-from kl_comedy.tasks.verifier import Problem
+from kl_comedy.tasks.characters import SPLITS, TASKS, demonstration, split_index, split_size
+from kl_comedy.tasks.countdown import countdown_problems, evaluate_expression, expressions
+from kl_comedy.tasks.dataset import is_correct, problems, reward, to_dataset
+from kl_comedy.tasks.problem import Problem, numbers_in
 
 NAMES = list(TASKS)
 CHAINS = ["sum", "backward", "wrap"]

@@ -10,7 +10,7 @@ from micro import BETA, DRAWN, PROMPTS, STOCK
 from trl import GRPOTrainer, RLOOTrainer
 
 from kl_comedy.lab.gradients import expected_gradient
-from kl_comedy.theory.surrogate import CHOICES, KLConfig
+from kl_comedy.theory.config import CHOICES, KLConfig
 from kl_comedy.trainers.penalty import SMALL
 from kl_comedy.trainers.rloo_grpo import stock_trainer
 

@@ -5,7 +5,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from kl_comedy.auditing.audit import PROBES
 from kl_comedy.auditing.trainer import audit_trainer as audit_whole
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.config import KLConfig
 from kl_comedy.trainers.rloo_grpo import KLGRPOTrainer, KLRLOOTrainer, objective
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from kl_comedy.lab.gradients import (
-    MarkovPolicy,
-    PrefixTreePolicy,
     Terms,
     enumerate_sequences,
     enumerated_gradients,
     expected_gradient,
-    history_policy,
 )
+from kl_comedy.lab.policies import MarkovPolicy, PrefixTreePolicy, history_policy
 from kl_comedy.lab.variance import gradient_variance
-from kl_comedy.theory.surrogate import KLConfig, credited
+from kl_comedy.theory.config import KLConfig
+from kl_comedy.theory.surrogate import credited
 
 EXPERIMENT = Path(__file__).parents[1] / "nbs/experiments/24_gradients.ipynb"
 

@@ -8,7 +8,7 @@ import micro
 import torch
 from torch import distributed
 
-from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.theory.config import KLConfig
 
 DRAWN = [(1, 2, 0), (0,), (2, 0), (2, 1, 1), (1, 1, 0), (1, 0)]
 CASES = {

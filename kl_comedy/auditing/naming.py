@@ -14,7 +14,7 @@ import torch
 from .expectation import SAME, expect
 from ..lab.gradients import TARGETS, exact_gradient, expected_gradient
 from ..lab.variance import gradient_variance
-from ..theory.surrogate import KLConfig
+from ..theory.config import KLConfig
 
 # %% ../../nbs/auditing/04_naming.ipynb #f0a15957
 @lru_cache(maxsize=8)

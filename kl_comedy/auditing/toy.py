@@ -9,7 +9,8 @@ __all__ = ['V', 'LENGTH', 'END', 'PADDING', 'Batch', 'Toy', 'make_batch', 'token
 from dataclasses import dataclass, replace
 
 import torch
-from ..lab.gradients import Policy, divergence, enumerate_sequences
+from ..lab.gradients import divergence, enumerate_sequences
+from ..lab.policies import Policy
 
 # %% ../../nbs/auditing/01_toy.ipynb #893f3942
 @dataclass

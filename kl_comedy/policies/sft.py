@@ -14,8 +14,9 @@ from pathlib import Path
 from random import Random
 
 import torch
-from .policy import completion_logits
-from ..tasks.characters import demonstration, problems
+from .sampling import completion_logits
+from ..tasks.characters import demonstration
+from ..tasks.dataset import problems
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase

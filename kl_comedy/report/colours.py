@@ -8,7 +8,7 @@ __all__ = ['COLOURS', 'NO_KL', 'MARKERS', 'DASHES', 'FILLS', 'WIDTHS', 'SPARE_CO
 import itertools
 from contextlib import suppress
 
-from ..theory.surrogate import CHOICES, KLConfig
+from ..theory.config import CHOICES, KLConfig
 
 # %% ../../nbs/report/01_colours.ipynb #8095371e
 COLOURS = {

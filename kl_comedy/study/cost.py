@@ -18,7 +18,7 @@ from ..files import read_yaml
 from .sweeps import SweepError, plan
 from ..tasks.math import MATH2_SIZE
 from ..tasks.mmlu import SUBJECTS
-from ..theory.surrogate import KLConfig
+from ..theory.config import KLConfig
 from transformers import AutoConfig, AutoModelForCausalLM
 
 # %% ../../nbs/study/06_cost.ipynb #e20c9de6

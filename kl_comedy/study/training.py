@@ -14,16 +14,9 @@ from statistics import fmean
 
 import torch
 from ..policies.decoding import equal_rows_once, fast_decoding
-from kl_comedy.policies.policy import (
-    BATCH,
-    MAX_NEW_TOKENS,
-    complete,
-    end_tokens,
-    evaluate,
-    measure,
-    pass_rates,
-    sampling,
-)
+from ..policies.evaluation import evaluate, measure, pass_rates
+from ..policies.policy import MAX_NEW_TOKENS, end_tokens
+from ..policies.sampling import SAMPLING_BATCH, complete, sampling
 from ..tasks.characters import TASKS
 from ..tasks.math import MATH
 from ..trainers.rloo_grpo import KLRLOOTrainer, NotFinite
@@ -272,7 +265,7 @@ class Exam:
         n_samples,
         seed,
         max_new_tokens=MAX_NEW_TOKENS,
-        batch_size=BATCH,
+        batch_size=SAMPLING_BATCH,
         at_end=(),
     ):
         self.tokenizer, self.reference, self.tests = tokenizer, reference, tests

@@ -14,9 +14,10 @@ from dataclasses import fields
 from functools import cache
 
 import torch
-from ..lab.gradients import PrefixTreePolicy, expected_gradient, named_objective
+from ..lab.gradients import expected_gradient, named_objective
+from ..lab.policies import PrefixTreePolicy
+from ..theory.config import KLConfig
 from ..theory.estimators import ESTIMATORS, k3_limit, log_ratio
-from ..theory.surrogate import KLConfig
 from .penalty import Penalty, divisor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 

@@ -6,7 +6,7 @@ __all__ = ['BETA', 'BIASED', 'GRPO', 'RLOO', 'KIND', 'CONFIG', 'CONFIGS', 'setti
 # %% ../../../nbs/auditing/adapters/trl.ipynb #bdeb0941
 from ..adapter import Setting, options
 from ..trainer import trainer_loss
-from ...theory.surrogate import KLConfig
+from ...theory.config import KLConfig
 from ...trainers.rloo_grpo import KLRLOOTrainer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
