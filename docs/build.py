@@ -151,6 +151,16 @@ def stage_rooms():
         stage_room(name, title, sentence, [entry])
 
 
+def stage_home():
+    """Write the home page to docs/_src, less the places in its menu that no notebook takes yet.
+
+    Such a place is a pattern that matches nothing, of which Sphinx would warn."""
+    lines = (DOCS / "index.md").read_text().splitlines(keepends=True)
+    patterns = {line for line in lines if re.match(r"nbs/\S*[*[]\S*$", line)}
+    empty = {line for line in patterns if not any(ROOT.glob(f"{line.strip()}.ipynb"))}
+    (SRC / "index.md").write_text("".join(line for line in lines if line not in empty))
+
+
 def stage_api_index():
     "Write the index of the API: for each room its sentence and its modules."
     text = (DOCS / "api.rst").read_text()
@@ -166,8 +176,13 @@ def stage_api_index():
 
 
 def exported_modules(package):
-    "The modules right in a package that a notebook exports: paths of Python files."
-    return [path for path in sorted(package.glob("[a-z]*.py")) if "nbs/" in notebook_of(path)]
+    """The modules right in a package that a notebook exports: paths of Python files.
+
+    Adapters are left out: to be imported each needs a library that is not here. Their chapters
+    show them whole."""
+    if package.name == "adapters":
+        return []
+    return [path for path in sorted(package.glob("[a-z]*.py")) if notebook_of(path)]
 
 
 def notebook_of(module):
@@ -189,8 +204,6 @@ def constants(text):
 def stage_api(module):
     "Write the API page of one exported module, a path of a Python file, to docs/_src/api."
     text, notebook = module.read_text(), notebook_of(module)
-    if not notebook:
-        return
     name = ".".join(module.relative_to(ROOT).with_suffix("").parts)
     lines = [
         name,
@@ -212,6 +225,7 @@ def stage():
         (SRC / folder).mkdir(parents=True)
     for page in DOCS.glob("*.md"):
         shutil.copy(page, SRC)
+    stage_home()
     stage_api_index()
     stage_rooms()
     for name in PAGES:
@@ -222,8 +236,9 @@ def stage():
     notebooks = sorted(p.relative_to(ROOT) for p in ROOT.glob("nbs/**/*.ipynb"))
     for path in notebooks:
         stage_notebook(path, path.parent.name != "experiments")
-    for module in sorted(ROOT.glob("kl_comedy/**/[a-z]*.py")):
-        stage_api(module)
+    for package in [ROOT / "kl_comedy", *rooms()]:
+        for module in exported_modules(package):
+            stage_api(module)
     return [SRC / path for path in notebooks if path.parent.name != "experiments"]
 
 

@@ -11,9 +11,9 @@ project = "kl_comedy"
 author = "the kl_comedy developers"
 copyright = f"2026, {author}"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx_copybutton"]
-include_patterns = ["*.md", "api/*.rst", "rooms/**/*.md", "nbs/**/*.ipynb", "data/README.md"]
+include_patterns = ["*.md", "api/*.rst", "rooms/*.md", "rooms/**/*.md", "data/README.md"]
+include_patterns += ["nbs/*.ipynb", "nbs/**/*.ipynb"]
 exclude_patterns = ["README.md"]
-suppress_warnings = ["toc.empty_glob"]  # the menu has places for pages that may come
 default_role = "code"  # docstrings write `name` as Markdown does
 nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages are not at hand offline
 
