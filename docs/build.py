@@ -4,6 +4,7 @@ The notebooks are staged in docs/_src in the layout of the repository, so that t
 links hold, executed (`execute.py`), and read by Sphinx; every warning is an error and nothing is
 fetched. Derivations, library and gallery are executed; experiments train, so they are shown as they
 are. Figures and tables of the home page are those that the gallery has drawn in this build.
+Each room of the package has a page, under which the menu folds the room's chapters.
 nbdev's `proc_nbs` would take the exported cells out of the pages and the hidden ones out of the
 execution: the same nbdev machinery is used here with one processor of our own. The finished site
 replaces the old one; a failed build leaves it.
@@ -29,6 +30,18 @@ ROOT = DOCS.parent
 SRC = DOCS / "_src"
 PAGES = ["CHANGELOG.md", "CONTRIBUTING.md", "data/README.md"]
 LINKED = ["data/*", "kl_comedy", "tests", "Makefile", "LICENSE", "README.md"]  # may be linked to
+# Titles of rooms in the menu, where the name of the package is not enough.
+ROOM_TITLES = {"auditing": "The audit", "auditing/adapters": "Adapters of libraries"}
+# Folders of notebooks that are no room of the package: title, sentence, notebooks.
+FOLDERS = {
+    "experiments": (
+        "Experiments",
+        "Notebooks that papermill executes, one for each kind of run. They train or measure, and "
+        "write what they found; the pages of the study draw it.",
+        "/nbs/experiments/*",
+    ),
+    "package": ("Files and commands", "What stands above the rooms.", "/nbs/*"),
+}
 NOT_RUN = """```{note}
 This notebook is shown without outputs. It trains: `kl_comedy reproduce` runs it, once for each cell
 of a sweep.
@@ -104,29 +117,104 @@ def stage_notebook(path, executed):
     write_nb(page, SRC / path)
 
 
+def room_sentence(package):
+    "What lives in a room, and what it may import: the docstring of its package."
+    return ast.get_docstring(ast.parse((package / "__init__.py").read_text()))
+
+
+def rooms():
+    "The packages of kl_comedy, a room each, and those within them: paths of folders."
+    return sorted(path.parent for path in ROOT.glob("kl_comedy/*/**/__init__.py"))
+
+
+def stage_room(name, title, sentence, entries):
+    "Write the page of a room, with the chapters that its folded entry in the menu holds."
+    lines = [f"# {title}", "", sentence, "", "```{toctree}", ":glob:", *entries, "```"]
+    page = SRC / "rooms" / f"{name}.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text("\n".join(lines) + "\n")
+
+
+def stage_rooms():
+    """Write a page for each room whose chapters have a folder of their own, to docs/_src/rooms.
+
+    Theory and lab have none: their chapters are the derivations, which the menu shows in full."""
+    for package in rooms():
+        name = package.relative_to(ROOT / "kl_comedy").as_posix()
+        if not any((ROOT / "nbs" / name).glob("*.ipynb")):
+            continue
+        inner = [path for path in rooms() if path.parent == package]
+        entries = [f"/nbs/{name}/*", *(f"{package.name}/{path.name}" for path in inner)]
+        title = ROOM_TITLES.get(name, package.name.capitalize())
+        stage_room(name, title, room_sentence(package), entries)
+    for name, (title, sentence, entry) in FOLDERS.items():
+        stage_room(name, title, sentence, [entry])
+
+
+def stage_home():
+    """Write the home page to docs/_src, less the places in its menu that no notebook takes yet.
+
+    Such a place is a pattern that matches nothing, of which Sphinx would warn."""
+    lines = (DOCS / "index.md").read_text().splitlines(keepends=True)
+    patterns = {line for line in lines if re.match(r"nbs/\S*[*[]\S*$", line)}
+    empty = {line for line in patterns if not any(ROOT.glob(f"{line.strip()}.ipynb"))}
+    (SRC / "index.md").write_text("".join(line for line in lines if line not in empty))
+
+
+def stage_api_index():
+    "Write the index of the API: for each room its sentence and its modules."
+    text = (DOCS / "api.rst").read_text()
+    for package in [ROOT / "kl_comedy", *rooms()]:
+        name = ".".join(package.relative_to(ROOT).parts)
+        sentence = room_sentence(package).replace("`", "``")
+        lines = ["", name, "-" * len(name), "", sentence]
+        pages = [f"   {name}.{module.stem}" for module in exported_modules(package)]
+        if pages:
+            lines += ["", ".. toctree::", "", *pages]
+        text += "\n".join(lines) + "\n"
+    (SRC / "api" / "index.rst").write_text(text)
+
+
+def exported_modules(package):
+    """The modules right in a package that a notebook exports: paths of Python files.
+
+    Adapters are left out: to be imported each needs a library that is not here. Their chapters
+    show them whole."""
+    if package.name == "adapters":
+        return []
+    return [path for path in sorted(package.glob("[a-z]*.py")) if notebook_of(path)]
+
+
+def notebook_of(module):
+    "The notebook that exports a module, a path without its ending; empty if none does."
+    found = re.search(r"File to edit: (?:\.\./)+(nbs/.*)\.ipynb", module.read_text())
+    return found[1] if found else ""
+
+
+def constants(text):
+    "The public names that the code of a module assigns, which automodule leaves out."
+    for node in ast.parse(text).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            names = target.elts if isinstance(target, ast.Tuple) else [target]
+            public = [name.id for name in names if isinstance(name, ast.Name)]
+            yield from (name for name in public if not name.startswith("_"))
+
+
 def stage_api(module):
     "Write the API page of one exported module, a path of a Python file, to docs/_src/api."
-    text = module.read_text()
-    notebook = re.search(r"File to edit: (?:\.\./)+(nbs/.*)\.ipynb", text)
-    if notebook is None:
-        return
+    text, notebook = module.read_text(), notebook_of(module)
     name = ".".join(module.relative_to(ROOT).with_suffix("").parts)
     lines = [
         name,
         "=" * len(name),
         "",
-        f"The chapter: :doc:`/{notebook[1]}`.",
+        f"The chapter: :doc:`/{notebook}`.",
         "",
         f".. automodule:: {name}",
     ]
-    for node in ast.parse(text).body:  # constants, which automodule leaves out
-        for constant in ast.walk(node) if isinstance(node, ast.Assign) else ():
-            if (
-                isinstance(constant, ast.Name)
-                and isinstance(constant.ctx, ast.Store)
-                and (not constant.id.startswith("_"))
-            ):
-                lines += ["", f".. py:data:: {constant.id}", f"   :module: {name}"]
+    for constant in constants(text):
+        lines += ["", f".. py:data:: {constant}", f"   :module: {name}"]
     (SRC / "api" / f"{name}.rst").write_text("\n".join(lines) + "\n")
 
 
@@ -137,7 +225,9 @@ def stage():
         (SRC / folder).mkdir(parents=True)
     for page in DOCS.glob("*.md"):
         shutil.copy(page, SRC)
-    shutil.copy(DOCS / "api.rst", SRC / "api" / "index.rst")
+    stage_home()
+    stage_api_index()
+    stage_rooms()
     for name in PAGES:
         shutil.copy(ROOT / name, SRC / name)
     for path in (p.relative_to(ROOT) for name in LINKED for p in ROOT.glob(name)):
@@ -146,8 +236,9 @@ def stage():
     notebooks = sorted(p.relative_to(ROOT) for p in ROOT.glob("nbs/**/*.ipynb"))
     for path in notebooks:
         stage_notebook(path, path.parent.name != "experiments")
-    for module in sorted(ROOT.glob("kl_comedy/**/[a-z]*.py")):
-        stage_api(module)
+    for package in [ROOT / "kl_comedy", *rooms()]:
+        for module in exported_modules(package):
+            stage_api(module)
     return [SRC / path for path in notebooks if path.parent.name != "experiments"]
 
 

@@ -11,7 +11,8 @@ project = "kl_comedy"
 author = "the kl_comedy developers"
 copyright = f"2026, {author}"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx_copybutton"]
-include_patterns = ["*.md", "api/*.rst", "nbs/**/*.ipynb", "data/README.md"]
+include_patterns = ["*.md", "api/*.rst", "rooms/*.md", "rooms/**/*.md", "data/README.md"]
+include_patterns += ["nbs/*.ipynb", "nbs/**/*.ipynb"]
 exclude_patterns = ["README.md"]
 default_role = "code"  # docstrings write `name` as Markdown does
 nitpick_ignore_regex = [("py:.*", r"(?!kl_comedy).*")]  # other packages are not at hand offline
@@ -56,6 +57,19 @@ def keep_tags(app, doctree):
         if r"\\" in block.astext():
             block["no-wrap"] = block["nowrap"] = True
             block.children = [nodes.Text(rf"\[{block.astext()}\]")]
+
+
+def lead_first(app, doctree):
+    """Show what the cell tagged `lead` draws right below the text that a page opens with.
+
+    The code that it needs comes before it in the notebook, and stays where it is on the page."""
+    cells = [node for node in doctree.findall(nodes.container) if "cell" in node["classes"]]
+    for lead in [cell for cell in cells if "tag_lead" in cell["classes"]]:
+        for output in [part for part in lead if "cell_output" in part.get("classes", [])]:
+            lead.remove(output)
+            shown = nodes.container(classes=["cell", "lead"])
+            shown += output
+            cells[0].parent.insert(cells[0].parent.index(cells[0]), shown)
 
 
 def plain_docstring(app, what, name, obj, options, lines):
@@ -112,4 +126,5 @@ def setup(app):
     app.connect("autodoc-skip-member", leave_values_out)
     app.connect("autodoc-process-docstring", plain_docstring)
     app.connect("doctree-read", keep_tags)
+    app.connect("doctree-read", lead_first)
     return {"parallel_read_safe": True}
