@@ -9,8 +9,10 @@ from micro import BETA, DRAWN, STOCK
 from trl import GRPOConfig, RLOOConfig
 
 from kl_comedy.theory.surrogate import KLConfig
-from kl_comedy.trainers import rloo_grpo as module
-from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer, NotFinite, objective
+from kl_comedy.trainers.monitor import K1_BATCHES, K1_BOUND, LogProbNotFinite
+from kl_comedy.trainers.objective import objective
+from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer
+from kl_comedy.trainers.settings import dropout_of
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -105,7 +107,7 @@ def test_a_config_is_needed(tmp_path):
 @pytest.mark.parametrize("kind", ["rloo", "grpo"])
 def test_a_policy_that_is_not_its_reference_at_the_start_is_refused(kind, tmp_path):
     built = micro.trainer(kind, KLConfig(), tmp_path)
-    built.started = False
+    built.kl_parts.monitor.check_start = True
     batch = micro.answer(built, DRAWN[:2])
     with pytest.raises(ValueError, match="before the first step policy and reference differ"):
         built.compute_loss(built.model, batch)
@@ -113,7 +115,7 @@ def test_a_policy_that_is_not_its_reference_at_the_start_is_refused(kind, tmp_pa
 
 def test_a_batch_without_tokens_does_not_spend_the_guard(tmp_path):
     built = micro.trainer("rloo", KLConfig(), tmp_path)
-    built.started = False
+    built.kl_parts.monitor.check_start = True
     empty = micro.answer(built, DRAWN[:2])
     empty["completion_mask"] = torch.zeros_like(empty["completion_mask"])
     built.compute_loss(built.model, empty)
@@ -123,15 +125,15 @@ def test_a_batch_without_tokens_does_not_spend_the_guard(tmp_path):
 
 def test_one_that_is_passes(tmp_path):
     built = micro.trainer("rloo", KLConfig(), tmp_path, policy_seed=0)
-    built.started = False
+    built.kl_parts.monitor.check_start = True
     built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
-    assert built.started
+    assert not built.kl_parts.monitor.check_start
 
 
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
 def test_active_dropout_is_seen(estimator, tmp_path):
     built = micro.trainer("rloo", KLConfig(estimator, "loss"), tmp_path, policy_seed=0)
-    built.started = False
+    built.kl_parts.monitor.check_start = True
     for layer in built.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     with pytest.raises(ValueError, match="dropout is active"):
@@ -141,12 +143,12 @@ def test_active_dropout_is_seen(estimator, tmp_path):
 def test_dropout_is_found_in_modules_and_in_attention(tmp_path):
     """TRL's own switch turns off the first and not the second."""
     model = micro.trainer("rloo", KLConfig(), tmp_path).model
-    assert module.dropout_of(model) is None
+    assert dropout_of(model) is None
     model.model.layers[0].self_attn.attention_dropout = 0.05
-    assert module.dropout_of(model) == "load the model with attention_dropout=0.0"
+    assert dropout_of(model) == "load the model with attention_dropout=0.0"
     model.extra = torch.nn.Dropout(0.1)
     model.model.layers[0].self_attn.attention_dropout = 0.0
-    assert module.dropout_of(model) == "set disable_dropout=True"
+    assert dropout_of(model) == "set disable_dropout=True"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_log_probs_that_are_not_finite_are_refused(which, name, tmp_path):
     built = micro.trainer("rloo", KLConfig(), tmp_path)
     with torch.no_grad():
         getattr(built, which).lm_head.weight.fill_(torch.nan)
-    with pytest.raises(NotFinite, match=f"{name} is nan at sequence 0, token 0"):
+    with pytest.raises(LogProbNotFinite, match=f"{name} is nan at sequence 0, token 0"):
         built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
 
 
@@ -206,9 +208,9 @@ def test_samples_of_another_policy_are_reported(tmp_path):
         (logp - ref_logp)[at(r[:t]), r[t]].item() for t in range(len(r))))  # fmt: skip
     batch = micro.answer(built, [worst, worst])
     with pytest.warns(UserWarning, match="Likely they are not: top_k"):
-        for _ in range(module.WINDOW):
+        for _ in range(K1_BATCHES):
             built.compute_loss(built.model, batch)
-    assert -sum(built.seen) > module.SURE
+    assert -sum(built.kl_parts.monitor.recent_k1) > K1_BOUND
 
 
 @pytest.mark.parametrize("rare", [False, True])
@@ -222,14 +224,14 @@ def test_samples_of_the_policy_are_not(rare, tmp_path):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        for _ in range(3 * module.WINDOW):
+        for _ in range(3 * K1_BATCHES):
             drawn = [micro.RESPONSES[i] for i in torch.multinomial(p, 8, replacement=True)]
             built.compute_loss(built.model, micro.answer(built, drawn))
 
 
 def test_minibatches_are_samples_of_an_earlier_policy_and_not_reported(tmp_path):
     built = micro.trainer("rloo", KLConfig(), tmp_path, num_iterations=2)
-    built.seen.append(-1e6)
+    built.kl_parts.monitor.recent_k1.append(-1e6)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))

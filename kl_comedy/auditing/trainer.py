@@ -80,16 +80,17 @@ def micro_trainer(
         disable_tqdm=True,
         **settings,
     )
+    # the policy is not its reference, and must not be refused for it
+    own = {} if kl is None else {"kl": kl, "check_start": False}
     built = trainer_class(
         policy,
         reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["ab"] * 64}),
         processing_class=micro_tokenizer(),
-        **({} if kl is None else {"kl": kl}),
+        **own,
     )
     built.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-    built.started = True  # the policy is not its reference, and must not be refused for it
     built.model.train()
     return built
 

@@ -26,7 +26,8 @@ from kl_comedy.policies.policy import (
 )
 from ..tasks.characters import TASKS
 from ..tasks.math import MATH
-from ..trainers.rloo_grpo import KLRLOOTrainer, NotFinite
+from ..trainers.monitor import LogProbNotFinite
+from ..trainers.rloo_grpo import KLRLOOTrainer
 from transformers import PrinterCallback, TrainerCallback
 from trl import RLOOConfig
 
@@ -87,12 +88,14 @@ SHARED = dict(
 
 # %% ../../nbs/study/05_training.ipynb #8a80172a
 class RowsTrainer(KLRLOOTrainer):
-    """Draws `draw_rows` responses at a time; None: all of a batch together.
+    """A `KLRLOOTrainer` that draws `draw_rows` responses at a time; None: a whole batch.
 
     A small policy draws and scores with `policies.decoding`, what is equal once; others
-    with transformers or vLLM."""
+    with transformers or vLLM. The other arguments are those of `KLRLOOTrainer`."""
 
-    draw_rows = None
+    def __init__(self, *args, draw_rows=None, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.draw_rows = draw_rows
 
     def _generate_single_turn(self, prompt_ids, *others):
         draw, rows = super()._generate_single_turn, self.draw_rows
@@ -199,9 +202,9 @@ def build_trainer(
         dataset,
         processing_class=tokenizer,
         kl=config,
+        draw_rows=draw_rows,
         callbacks=[MarkComplete(), *callbacks],
     )
-    trainer.draw_rows = draw_rows
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -374,5 +377,5 @@ def train(trainer, recorder, checkpoint=None):
     "Train to the end, or to the step with a log-prob not finite: `recorder.failure`."
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except NotFinite as error:
+    except LogProbNotFinite as error:
         recorder.failure = (trainer.state.global_step + 1, str(error))
