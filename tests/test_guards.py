@@ -1,14 +1,17 @@
 """What the trainers say, refuse, warn of and log; each guard with its fault planted."""
 
+import doctest
 import warnings
 
 import micro
 import pytest
 import torch
+from datasets import Dataset
 from micro import BETA, DRAWN, STOCK
 from trl import GRPOConfig, RLOOConfig
 
 from kl_comedy.theory.surrogate import KLConfig
+from kl_comedy.trainers import monitor, rloo_grpo
 from kl_comedy.trainers.monitor import K1_BATCHES, K1_BOUND, LogProbNotFinite
 from kl_comedy.trainers.objective import objective
 from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer
@@ -304,23 +307,89 @@ def test_the_share_of_the_penalty_grows_with_beta(estimator, tmp_path):
     assert 0 < shares[0] < shares[1] < 1
 
 
-def test_a_user_of_trl_changes_one_argument(tmp_path):
-    """Any TRL trainer argument still works, and the trained policy moves."""
-    reference = micro.model(0, torch.float32)
-    reference.save_pretrained(tmp_path / "model")
-    micro.tokenizer().save_pretrained(tmp_path / "model")
-    from datasets import Dataset
-
+def run(folder, **settings):
+    """The trainer of a user who gives a folder of a model and TRL's settings, and the settings."""
+    micro.model(0, torch.float32).save_pretrained(folder / "model")
+    micro.tokenizer().save_pretrained(folder / "model")
+    prompts = Dataset.from_dict({"prompt": ["ab", "b"] * 8})
     args = RLOOConfig(
-        str(tmp_path / "out"), max_completion_length=3, num_generations=4, max_steps=2,
+        str(folder / "out"), max_completion_length=3, num_generations=4,
         per_device_train_batch_size=8, bf16=False, report_to="none", learning_rate=1e-2,
-        logging_steps=1, dataloader_pin_memory=False,
+        dataloader_pin_memory=False, **settings,
     )  # fmt: skip
     built = KLRLOOTrainer(
-        model=str(tmp_path / "model"), reward_funcs=micro.reward, args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["ab", "b"] * 8}), kl=KLConfig("k1", "reward"),
+        model=str(folder / "model"), reward_funcs=micro.reward, args=args, train_dataset=prompts,
+        eval_dataset=prompts, kl=KLConfig("k1", "reward"),
     )  # fmt: skip
+    return built, args
+
+
+def test_a_user_of_trl_changes_one_argument(tmp_path):
+    """Any TRL trainer argument still works, and the trained policy moves."""
+    built, args = run(tmp_path, max_steps=2, logging_steps=1)
     built.train()
     assert built.state.log_history[0]["kl/k1"] == pytest.approx(0, abs=1e-6)
     assert built.state.log_history[1]["kl/exact"] > 0
     assert args.beta == RLOOConfig(bf16=False).beta, "the user's settings stay as they were"
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each of these was called: what is checked, what is only logged."""
+    counts = dict.fromkeys(["quick_numbers", "token_measures", "gradient_share"], 0)
+
+    def counted(name):
+        own = getattr(monitor, name)
+
+        def call(*args):
+            counts[name] += 1
+            return own(*args)
+
+        monkeypatch.setattr(monitor, name, call)
+
+    for name in counts:
+        counted(name)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("settings", "logged"),
+    [
+        ({"logging_steps": 1}, 4),
+        ({"logging_steps": 2}, 2),
+        ({"logging_steps": 3, "logging_first_step": True}, 2),
+        ({"logging_steps": 0.5}, 2),
+        ({"logging_strategy": "no"}, 0),
+        ({"logging_strategy": "epoch"}, 4),
+    ],
+    ids=str,
+)
+def test_what_is_only_logged_is_computed_only_where_it_is_logged(settings, logged, tmp_path, calls):
+    built, _ = run(tmp_path, max_steps=4, **settings)
+    built.train()
+    assert calls == {"quick_numbers": 4, "token_measures": logged, "gradient_share": logged}
+    lines = [line for line in built.state.log_history if "kl/k1" in line]
+    assert len(lines) == (1 if settings.get("logging_strategy") == "epoch" else logged)
+
+
+def test_at_every_evaluation_the_kl_is_measured(tmp_path, calls):
+    built, _ = run(tmp_path, max_steps=1, logging_strategy="no")
+    metrics = built.evaluate()
+    assert calls["token_measures"] == calls["quick_numbers"] > 0 == calls["gradient_share"]
+    lines = [line for line in built.state.log_history if "eval_kl/k1" in line]
+    assert len(lines) == 1 and "eval_loss" in metrics
+
+
+def test_what_is_logged_does_not_touch_what_is_trained(tmp_path):
+    weights = []
+    for steps in (1, 3):
+        torch.manual_seed(0)
+        built, _ = run(tmp_path / str(steps), max_steps=3, logging_steps=steps)
+        built.train()
+        weights.append(torch.cat([p.detach().flatten() for p in built.model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_the_examples_in_the_docstrings_run():
+    assert doctest.testmod(rloo_grpo).attempted >= 10
+    assert doctest.testmod(rloo_grpo).failed == 0

@@ -129,7 +129,9 @@ def test_and_so_it_is_through_the_head_that_trl_has(name, tmp_path):
     assert distance(ours, theirs) < 1e-5, GROUND.format(what="in float32")
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+@pytest.mark.parametrize(
+    "loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+)
 @pytest.mark.parametrize("name", ["k3_loss", "corrected"])
 def test_the_penalty_is_aggregated_as_trl_aggregates(name, loss_type, tmp_path):
     theirs, ours = both(name, tmp_path, loss_type=loss_type, scale_rewards="group")

@@ -216,12 +216,15 @@ def measure_batch(
     batch: ScoredBatch,
     loss: Tensor | None = None,
     penalty: Tensor | None = None,
+    at: Tensor | None = None,
     reduce: Callable[[Tensor], Tensor] = alone,
 ) -> dict[str, float]:
     """The numbers of the table above, for TRL's log.
 
     `loss`, `penalty`: TRL's loss and the penalty times beta, scalars, for the gradient's
-    share; None where there is no gradient. `reduce` adds a tensor up over all processes.
+    share; None where there is no gradient. `at`: the tensor that both were made of, by
+    default the batch's log-probs, or its logits for the exact KL; for a batch of packed
+    rows the packed ones. `reduce` adds a tensor up over all processes.
     """
     exact = monitor.kl.estimator == "exact"
     kept = batch.logits is not None and batch.ref_logits is not None
@@ -235,6 +238,7 @@ def measure_batch(
     of_trl = numbers[f"kl/{monitor.trl_estimator}"] * count / max(tokens, 1)
     numbers |= {"kl": of_trl, "kl/extreme_tokens": extreme}
     if loss is not None and (monitor.measures_distributions or not exact):
-        at = batch.logits if exact else batch.logp
+        if at is None:
+            at = batch.logits if exact else batch.logp
         numbers["kl/gradient_share"] = gradient_share(penalty, loss, at)
     return numbers

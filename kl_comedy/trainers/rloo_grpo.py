@@ -19,7 +19,7 @@ from .penalty import penalty_terms
 from .reference import counted_tokens, run_reference
 from .scored import ScoredBatch
 from .scoring import score_batch
-from .settings import describe, loss_type_of, settings_for, warn_of_setup
+from .settings import describe, loss_type_of, trl_settings, warn_of_setup
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
@@ -201,7 +201,7 @@ class KLRLOOTrainer(_KLOverrides, RLOOTrainer):
         check_start: bool = True,
         **kwargs: Any,
     ) -> None:
-        args = settings_for(kl, args, RLOOConfig)
+        args = trl_settings(kl, args, RLOOConfig)
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         self.kl, self.beta = kl, 0.0  # from here on TRL adds no KL of its own
         self.kl_parts = TrainerParts(self, kl, False, "k1", check_start)
@@ -239,7 +239,7 @@ class KLGRPOTrainer(_KLOverrides, GRPOTrainer):
         check_start: bool = True,
         **kwargs: Any,
     ) -> None:
-        args = settings_for(kl, args, GRPOConfig)
+        args = trl_settings(kl, args, GRPOConfig)
         super().__init__(model, reward_funcs, args, train_dataset, **kwargs)
         self.kl, self.beta = kl, 0.0  # from here on TRL adds no KL of its own
         self.kl_parts = TrainerParts(self, kl, True, "k3", check_start)

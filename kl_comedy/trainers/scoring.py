@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from ..theory.surrogate import kl_credit
+from ..theory.surrogate import KLConfig, kl_credit
 from kl_comedy.trainers.baseline import (
     combined_reward,
     leave_one_out,
@@ -20,7 +20,7 @@ from kl_comedy.trainers.baseline import (
     scaled_by,
 )
 from .capture import Passes, capture, left_out, on_policy
-from .penalty import distribution_kl
+from .penalty import distribution_estimates
 from kl_comedy.trainers.reference import (
     counted_tokens,
     run_policy,
@@ -114,15 +114,15 @@ def credit_when_drawn(trainer: RLOOTrainer | GRPOTrainer, batch: dict[str, Any])
     kl, passes = trainer.kl, trainer.kl_parts.passes
     mask, ref_logp = counted_tokens(batch), batch["ref_per_token_logps"]
     if kl.estimator == "exact":
-        token_kl = exact_kl_when_drawn(passes, batch)
+        token_kl = exact_kl_when_drawn(kl, passes, batch)
         return kl_credit(ref_logp, ref_logp, mask, kl, token_kl)  # reads no log-probs
     logp = batch.get("kl_old_logp", batch.get("old_per_token_logps"))
     if logp is None:
         logp = run_policy(passes, batch).logp
     return kl_credit(logp, ref_logp, mask, kl)
 
-
-def exact_kl_when_drawn(passes: Passes, batch: dict[str, Any]) -> Tensor:
+# %% ../../nbs/trainers/10_scoring.ipynb #4a1c141e
+def exact_kl_when_drawn(kl: KLConfig, passes: Passes, batch: dict[str, Any]) -> Tensor:
     """Exact KL of every token at the policy as it is now, (B, T), a pass at a time.
 
     The logits of a whole batch are never held: those of a pass are enough.
@@ -133,13 +133,15 @@ def exact_kl_when_drawn(passes: Passes, batch: dict[str, Any]) -> Tensor:
         if name in ("prompt_ids", "prompt_mask", "tool_mask")
         or name.startswith("completion_")
     ]
-    rows, found = sequences_per_pass(passes.trainer), []
+    rows, estimates = sequences_per_pass(passes.trainer), []
     for start in range(0, len(batch["completion_ids"]), rows):
         part = {name: batch[name][start : start + rows] for name in text}
         policy = run_policy(passes, part, keep_logits=True)
         reference = run_reference(passes, part, keep_logits=True)
-        found.append(distribution_kl(policy.logits, reference.logits, counted_tokens(part)))
-    return torch.cat(found)
+        mask = counted_tokens(part)
+        logits = policy.logits, reference.logits
+        estimates.append(distribution_estimates(kl, *logits, mask))
+    return torch.cat(estimates)
 
 # %% ../../nbs/trainers/10_scoring.ipynb #4a1c141a
 def rescale(
