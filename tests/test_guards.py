@@ -12,6 +12,7 @@ from trl import GRPOConfig, RLOOConfig
 
 from kl_comedy.theory.surrogate import KLConfig
 from kl_comedy.trainers import monitor, rloo_grpo
+from kl_comedy.trainers.capture import plain_pass
 from kl_comedy.trainers.monitor import K1_BATCHES, K1_BOUND, LogProbNotFinite
 from kl_comedy.trainers.objective import objective
 from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer
@@ -262,12 +263,33 @@ def test_no_kl_costs_no_reference(kl, tmp_path):
     assert "ref_per_token_logps" not in micro.answer(built, DRAWN[:2])
 
 
-def test_on_policy_the_batch_takes_one_pass_of_the_policy(tmp_path):
-    """The loss's own: TRL's RLOO has another for the old log-probs."""
-    built, calls = micro.trainer("rloo", KLConfig(), tmp_path), []
-    built.model.register_forward_hook(lambda *_: calls.append(1))
+@pytest.mark.parametrize("kind", ["rloo", "grpo"])
+def test_on_policy_the_batch_takes_one_pass_of_the_policy(kind, tmp_path):
+    """The loss's own: TRL's RLOO has another for the old log-probs. And one of the reference."""
+    built, calls = micro.trainer(kind, KLConfig(), tmp_path), []
+    built.model.register_forward_hook(lambda *_: calls.append("policy"))
+    built.ref_model.register_forward_hook(lambda *_: calls.append("reference"))
     built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
-    assert len(calls) == 1
+    assert sorted(calls) == ["policy", "reference"]
+
+
+def test_after_an_error_passes_are_those_of_trl_again(tmp_path):
+    built = micro.trainer("rloo", KLConfig(), tmp_path)
+    batch = micro.answer(built, DRAWN[:2])
+    assert built.kl_parts.passes.through is plain_pass
+    del batch["advantages"]
+    with pytest.raises(KeyError, match="advantages"):
+        built.compute_loss(built.model, batch)
+    assert built.kl_parts.passes.through is plain_pass
+
+
+@pytest.mark.parametrize("kind", ["rloo", "grpo"])
+def test_two_names_of_a_trainer_are_ours(kind, tmp_path):
+    """What TRL sets and what we add cannot meet: `kl` and `kl_parts`."""
+    ours = micro.trainer(kind, KLConfig(), tmp_path / "a")
+    stock = type(ours).__mro__[2]
+    theirs = micro.trainer(kind, None, tmp_path / "b", trainer_class=stock)
+    assert vars(ours).keys() - vars(theirs).keys() == {"kl", "kl_parts"}
 
 
 @pytest.mark.parametrize("kind", ["rloo", "grpo"])

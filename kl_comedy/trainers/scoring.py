@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['score_batch', 'refuse_without_logits', 'group_size', 'loss_sees_whole_groups', 'add_baseline', 'credit_when_drawn',
-           'exact_kl_when_drawn', 'rescale']
+           'exact_kl_when_drawn', 'rescale', 'scored_batch']
 
 # %% ../../nbs/trainers/10_scoring.ipynb #4a1c1703
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from kl_comedy.trainers.baseline import (
     return_scale,
     scaled_by,
 )
-from .capture import Passes, capture, left_out, on_policy
+from .capture import Captured, Passes, capture, left_out, on_policy
 from .penalty import distribution_estimates
 from kl_comedy.trainers.reference import (
     counted_tokens,
@@ -27,6 +27,7 @@ from kl_comedy.trainers.reference import (
     run_reference,
     sequences_per_pass,
 )
+from .scored import ScoredBatch
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
@@ -160,3 +161,26 @@ def rescale(
     after = return_deviation(reward - trainer.kl.beta * penalty, size, scaling)[own]
     batch["advantages"] = batch["advantages"] * (before / after)
     batch["kl_scale"] = batch["kl_scale"] / after[:, None]
+
+# %% ../../nbs/trainers/10_scoring.ipynb #4a1c140d
+def scored_batch(
+    trainer: RLOOTrainer | GRPOTrainer, inputs: dict[str, Any], captured: Captured
+) -> ScoredBatch:
+    """The `ScoredBatch` of TRL's batch `inputs` and of what the loss's pass computed."""
+    ref_logits = inputs.get("kl_ref_logits")
+    if trainer.kl.estimator == "exact" and ref_logits is None:
+        ref_logits = run_reference(trainer.kl_parts.passes, inputs, True).logits
+    return ScoredBatch(
+        logp=captured.logp,
+        ref_logp=inputs["ref_per_token_logps"],
+        mask=counted_tokens(inputs),
+        old_logp=inputs.get("kl_old_logp", inputs.get("old_per_token_logps")),
+        sampling_logp=inputs.get("sampling_per_token_logps"),
+        logits=captured.logits,
+        ref_logits=ref_logits,
+        group=inputs.get("kl_group"),
+        scored=inputs.get("kl_scored"),
+        baseline=inputs.get("kl_baseline"),
+        scale=inputs.get("kl_scale"),
+        token_ids=inputs["completion_ids"],
+    )
