@@ -93,16 +93,17 @@ def micro_trainer(
     `kl` is for the trainers that take one; `settings` are those of `config_class`.
     """
     args = _micro_config(config_class, folder, settings)
+    # the policy is not its reference, and must not be refused for it
+    own = {} if kl is None else {"kl": kl, "check_start": False}
     built = trainer_class(
         _micro_policy(policy_seed, folder, dtype),
         reward,
         args=args,
         train_dataset=Dataset.from_dict({"prompt": ["ab"] * 64}),
         processing_class=micro_tokenizer(),
-        **({} if kl is None else {"kl": kl}),
+        **own,
     )
     built.current_gradient_accumulation_steps = args.gradient_accumulation_steps
-    built.started = True  # the policy is not its reference, and must not be refused for it
     built.model.train()
     return built
 

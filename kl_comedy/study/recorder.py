@@ -8,7 +8,8 @@ import math
 
 from .exam import Exam
 from .runs import Run
-from ..trainers.rloo_grpo import KLRLOOTrainer, NotFinite
+from ..trainers.monitor import LogProbNotFinite
+from ..trainers.rloo_grpo import KLRLOOTrainer
 from transformers import (
     PreTrainedModel,
     TrainerCallback,
@@ -122,5 +123,5 @@ def train(
     `recorder.failure` then says which step that was. `checkpoint`: where to go on from."""
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except NotFinite as error:
+    except LogProbNotFinite as error:
         recorder.failure = (trainer.state.global_step + 1, str(error))

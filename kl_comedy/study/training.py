@@ -7,6 +7,7 @@ __all__ = ['STUDY_SETTINGS', 'TrainSettings', 'check_parts', 'steps_for', 'trl_c
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -133,12 +134,15 @@ def trl_config(settings: TrainSettings, output_dir: str | Path, steps: int) -> R
 
 # %% ../../nbs/study/12_training.ipynb #8a80172a
 class RowsTrainer(KLRLOOTrainer):
-    """Draws `draw_rows` responses at a time; None: all of a batch together.
+    """A `KLRLOOTrainer` that draws `draw_rows` responses at a time; None: a whole batch.
 
-    A small policy draws and scores with `policies.decoding`, what is equal once; others
-    with transformers or vLLM."""
+    A small policy draws and scores with `policies.decoding`: equal rows once;
+    others use transformers or vLLM. The other arguments are those of `KLRLOOTrainer`.
+    """
 
-    draw_rows = None
+    def __init__(self, *args: Any, draw_rows: int | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.draw_rows = draw_rows
 
     def _generate_single_turn(self, prompt_ids, *others):
         draw, rows = super()._generate_single_turn, self.draw_rows
@@ -180,7 +184,7 @@ def build_trainer(
         processing_class=tokenizer,
         kl=config,
         callbacks=[MarkComplete(), *callbacks],
+        draw_rows=settings.draw_rows,
     )
-    trainer.draw_rows = settings.draw_rows
     trainer.remove_callback(PrinterCallback)
     return trainer
