@@ -73,10 +73,17 @@ def lead_first(app, doctree):
 
 
 def plain_docstring(app, what, name, obj, options, lines):
-    "Docstrings are plain text with `code`: escape what RST would take for markup elsewhere."
-    parts = "\n".join(lines).split("`")
-    parts[::2] = [re.sub(r"([*|_\\])", r"\\\1", text) for text in parts[::2]]
-    lines[:] = "`".join(parts).split("\n")
+    """Docstrings are plain text with `code` and doctests: escape what RST would take for markup.
+
+    A doctest, from its first `>>>` to the next blank line, is shown as it stands.
+    """
+    paragraphs = re.split(r"(\n\s*\n)", "\n".join(lines))
+    for i, paragraph in enumerate(paragraphs):
+        if not paragraph.lstrip().startswith(">>>"):
+            parts = paragraph.split("`")
+            parts[::2] = [re.sub(r"([*|_\\])", r"\\\1", text) for text in parts[::2]]
+            paragraphs[i] = "`".join(parts)
+    lines[:] = "".join(paragraphs).split("\n")
 
 
 def leave_values_out(app, what, name, obj, skip, options):

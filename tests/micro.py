@@ -54,7 +54,7 @@ def trainer(kind, kl, folder, policy_seed=1, dtype=torch.float64, trainer_class=
     if kind == "grpo":
         settings = {"loss_type": "luspo", "scale_rewards": "none"} | settings
     settings = {"num_generations": 2, "per_device_train_batch_size": 2,
-                "max_completion_length": LENGTH} | settings  # fmt: skip
+                "max_completion_length": LENGTH, "logging_steps": 1} | settings  # fmt: skip
     return micro_trainer(
         trainer_class or ours, config, reward, folder, policy_seed, dtype,
         None if trainer_class else kl, **settings,

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kl_comedy.auditing.audit import audit, from_dict, to_dict
+from kl_comedy.auditing.audit import audit
 from kl_comedy.auditing.expectation import expect
+from kl_comedy.auditing.report import from_dict, to_dict
 from kl_comedy.auditing.toy import Toy
 from kl_comedy.lab.gradients import expected_gradient, named_objective
 from kl_comedy.theory.config import CHOICES, KLConfig
@@ -509,7 +510,8 @@ def test_the_audit_runs_where_only_torch_and_numpy_are():
     code = f"""
 import sys
 sys.modules.update(dict.fromkeys({blocked}))  # importing any of them now raises
-from kl_comedy.auditing.audit import audit, to_dict
+from kl_comedy.auditing.audit import audit
+from kl_comedy.auditing.report import to_dict
 import json
 json.dumps(to_dict(audit(lambda b: (b.logp * b.mask).sum())))
 """

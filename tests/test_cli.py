@@ -49,6 +49,17 @@ def test_help_is_friendly_and_needs_nothing_heavy(tmp_path):
     assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - began < 1  # 3 processes
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["reproduce", "--help"], ["audit", "--help"]])
+def test_arguments_are_read_without_anything_heavy(arguments):
+    code = (
+        "import sys, kl_comedy.cli as cli\n"
+        f"try:\n    cli.main({arguments!r})\nexcept SystemExit:\n    pass\n"
+        "print({'torch', 'pandas', 'transformers', 'yaml', 'papermill'} & {*sys.modules})"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout.splitlines()[-1] == "set()" and "usage: kl_comedy" in ran.stdout
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit):
         main(["--version"])

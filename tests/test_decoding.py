@@ -11,15 +11,18 @@ from transformers import GenerationConfig
 
 from kl_comedy.policies import decoding
 from kl_comedy.policies.decoding import (
-    Decoder,
-    can_decode_fast,
+    add_tokens,
     draw_completions,
     equal_rows_once,
     fast_decoding,
+    read_prompts,
 )
+from kl_comedy.policies.fused import can_decode_fast, fuse_model, next_logits
 from kl_comedy.policies.policy import end_tokens, load_policy
 from kl_comedy.policies.sampling import sampling
 from kl_comedy.study import training
+from kl_comedy.study.recorder import Recorder
+from kl_comedy.study.recorder import train as fit
 from kl_comedy.study.runs import Run
 from kl_comedy.tasks.characters import TASKS
 from kl_comedy.tasks.dataset import problems, reward, stream, to_dataset
@@ -53,12 +56,12 @@ def test_a_prefix_goes_through_the_model_once(base, monkeypatch):
     asked = [problem.prompt for problem in problems("sum", "test", 4) for _ in range(25)]
     encoded, read = tokenizer(asked, return_tensors="pt"), []
 
-    def counted(self, ids, *others):
+    def counted(fused, cache, ids, *others):
         read.append(ids.shape)
-        return forward(self, ids, *others)
+        return next_logits(fused, cache, ids, *others)
 
-    forward, found = Decoder.__call__, []
-    monkeypatch.setattr(Decoder, "__call__", counted)
+    found = []
+    monkeypatch.setattr(decoding, "next_logits", counted)
     for fast in (draw_completions, None):
         with sampling(model, tokenizer, 0, 1.0):
             found.append(model.generate(**encoded, custom_generate=fast))
@@ -148,11 +151,12 @@ def test_the_room_for_tokens_not_yet_drawn_is_not_copied(base):
     model, tokenizer = base
     encoded = prompts(tokenizer, ("sum",), 2)
     with torch.no_grad():
-        decoder = Decoder(model, 2, 5000)
-        decoder.read(encoded.input_ids, encoded.attention_mask)
+        fused = fuse_model(model, 5000)
+        _, prefixes = read_prompts(fused, encoded.input_ids, encoded.attention_mask)
         with Watch():
-            decoder.add(torch.tensor([0, 0, 1]), torch.tensor([2, 3, 4]))
-    assert 0 < max(gathered) < decoder.cache.numel() / 100
+            rows, tokens = torch.tensor([0, 0, 1]), torch.tensor([2, 3, 4])
+            _, longer = add_tokens(fused, prefixes, rows, tokens)
+    assert 0 < max(gathered) < longer.cache.numel() / 100
 
 
 def test_a_model_with_an_adapter_is_left_to_transformers():
@@ -238,6 +242,11 @@ def test_training_draws_with_it_and_learns_the_same(base, tmp_path, monkeypatch)
         yield
 
     monkeypatch.setattr(decoding, "draw_completions", counted)
+
+    def no_exam(model, n_samples=None):
+        return {"pass_sum": 0.0, "kl": 0.0}
+
+    no_exam.trained = "sum"
     logged, drawn = [], []
     for name in ("fast", "slow"):
         if name == "slow":
@@ -258,17 +267,19 @@ def test_training_draws_with_it_and_learns_the_same(base, tmp_path, monkeypatch)
             to_dataset(stream("sum", "train", 6, 0)),
             reward,
             tmp_path / name / "checkpoint",
-            seed=0,
-            learning_rate=4.5e-4,
-            warmup_steps=1,
-            prompts_per_step=2,
-            group_size=5,
-            max_length=40,
-            save_steps=3,
+            training.TrainSettings(
+                seed=0,
+                learning_rate=4.5e-4,
+                warmup_steps=1,
+                prompts_per_step=2,
+                group_size=5,
+                max_length=40,
+                save_steps=3,
+            ),
         )
-        recorder = training.Recorder(run, lambda model, n=None: {"pass_sum": 0.0, "kl": 0.0}, 1)
+        recorder = Recorder(run, no_exam, 1)
         trainer.add_callback(recorder)
-        training.train(trainer, recorder)
+        fit(trainer, recorder)
         names = ["reward", "train_k1", "grad_norm", "length"]
         logged.append(run.metrics().set_index("step").loc[1:, names])
         drawn.append(len(calls))
@@ -290,14 +301,16 @@ def test_mixed_precision_is_left_to_transformers(tmp_path):
             to_dataset(stream("sum", "train", 2, 0)),
             reward,
             tmp_path / str(bf16),
-            seed=0,
-            learning_rate=1e-4,
-            warmup_steps=1,
-            prompts_per_step=2,
-            group_size=2,
-            max_length=8,
-            save_steps=1,
-            bf16=bf16,
+            training.TrainSettings(
+                seed=0,
+                learning_rate=1e-4,
+                warmup_steps=1,
+                prompts_per_step=2,
+                group_size=2,
+                max_length=8,
+                save_steps=1,
+                bf16=bf16,
+            ),
         )
         trainer.train()
         assert can_decode_fast(trainer.model) == can_decode_fast(trainer.ref_model) == (not bf16)

@@ -14,16 +14,19 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 import pandas as pd
 import pytest
+from docutils import nodes
+from docutils.core import publish_doctree
 from execnb.nbio import mk_cell, read_nb, write_nb
 from matplotlib import pyplot as plt
 from PIL import Image
 from website import DOCS, MODULES, ROOT, Page, dotted, exported, pages_of
 
 from kl_comedy import __version__
-from kl_comedy.auditing.libraries import load_records, rows
+from kl_comedy.auditing.libraries import load_records, setting_rows
 
 sys.path.insert(0, str(DOCS))
 import build  # noqa: E402
+import conf  # noqa: E402
 import execute  # noqa: E402
 
 
@@ -155,6 +158,19 @@ def test_a_page_of_the_study_opens_with_its_answer_and_a_figure(site, name):
     code = article.index("<details")
     assert article.index("<strong>") < shown < code
     assert article.count('class="cell lead') == 1
+
+
+def test_a_docstring_is_plain_text_and_a_doctest_stays_as_it_is():
+    words = "A *b* of |c_d_| and `e_f*`, a \\."
+    doctest = """>>> x_y = [1, 2]
+>>> print(*x_y, "`|\\\\")
+1 2 `|\\"""
+    lines = f"{words}\n\n{doctest}\n\n{words}".split("\n")
+    conf.plain_docstring(None, "function", "f", None, None, lines)
+    tree = publish_doctree("\n".join(lines), settings_overrides={"report_level": 5})
+    first, example, last = tree.children
+    assert isinstance(example, nodes.doctest_block) and example.astext() == doctest
+    assert first.astext() == last.astext() == words.replace("`", "")
 
 
 def test_every_notebook_is_a_page_in_the_menu(site):
@@ -426,7 +442,7 @@ def test_the_code_of_the_readme_runs(tmp_path):
 def test_the_home_page_says_what_each_library_does_by_default(site):
     text = " ".join(re.sub(r"<[^>]*>", " ", (site / "index.html").read_text()).split())
     for found in load_records(ROOT / "data" / "libraries").values():
-        for row in rows(found):
+        for row in setting_rows(found):
             if row["default"]:
                 words = unescape(row["verdict"]).removesuffix(", but where a clamp acts")
                 assert re.search(

@@ -1,16 +1,22 @@
 """What the trainers say, refuse, warn of and log; each guard with its fault planted."""
 
+import doctest
 import warnings
 
 import micro
 import pytest
 import torch
+from datasets import Dataset
 from micro import BETA, DRAWN, STOCK
 from trl import GRPOConfig, RLOOConfig
 
 from kl_comedy.theory.config import KLConfig
-from kl_comedy.trainers import rloo_grpo as module
-from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer, NotFinite, objective
+from kl_comedy.trainers import monitor, rloo_grpo
+from kl_comedy.trainers.capture import plain_pass
+from kl_comedy.trainers.monitor import K1_BATCHES, K1_BOUND, LogProbNotFinite
+from kl_comedy.trainers.objective import objective
+from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer
+from kl_comedy.trainers.settings import dropout_of
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -105,7 +111,7 @@ def test_a_config_is_needed(tmp_path):
 @pytest.mark.parametrize("kind", ["rloo", "grpo"])
 def test_a_policy_that_is_not_its_reference_at_the_start_is_refused(kind, tmp_path):
     built = micro.trainer(kind, KLConfig(), tmp_path)
-    built.started = False
+    built.kl_parts.monitor.check_start = True
     batch = micro.answer(built, DRAWN[:2])
     with pytest.raises(ValueError, match="before the first step policy and reference differ"):
         built.compute_loss(built.model, batch)
@@ -113,7 +119,7 @@ def test_a_policy_that_is_not_its_reference_at_the_start_is_refused(kind, tmp_pa
 
 def test_a_batch_without_tokens_does_not_spend_the_guard(tmp_path):
     built = micro.trainer("rloo", KLConfig(), tmp_path)
-    built.started = False
+    built.kl_parts.monitor.check_start = True
     empty = micro.answer(built, DRAWN[:2])
     empty["completion_mask"] = torch.zeros_like(empty["completion_mask"])
     built.compute_loss(built.model, empty)
@@ -123,15 +129,15 @@ def test_a_batch_without_tokens_does_not_spend_the_guard(tmp_path):
 
 def test_one_that_is_passes(tmp_path):
     built = micro.trainer("rloo", KLConfig(), tmp_path, policy_seed=0)
-    built.started = False
+    built.kl_parts.monitor.check_start = True
     built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
-    assert built.started
+    assert not built.kl_parts.monitor.check_start
 
 
 @pytest.mark.parametrize("estimator", ["k1", "exact"])
 def test_active_dropout_is_seen(estimator, tmp_path):
     built = micro.trainer("rloo", KLConfig(estimator, "loss"), tmp_path, policy_seed=0)
-    built.started = False
+    built.kl_parts.monitor.check_start = True
     for layer in built.model.model.layers:
         layer.self_attn.attention_dropout = 0.5
     with pytest.raises(ValueError, match="dropout is active"):
@@ -141,12 +147,12 @@ def test_active_dropout_is_seen(estimator, tmp_path):
 def test_dropout_is_found_in_modules_and_in_attention(tmp_path):
     """TRL's own switch turns off the first and not the second."""
     model = micro.trainer("rloo", KLConfig(), tmp_path).model
-    assert module.dropout_of(model) is None
+    assert dropout_of(model) is None
     model.model.layers[0].self_attn.attention_dropout = 0.05
-    assert module.dropout_of(model) == "load the model with attention_dropout=0.0"
+    assert dropout_of(model) == "load the model with attention_dropout=0.0"
     model.extra = torch.nn.Dropout(0.1)
     model.model.layers[0].self_attn.attention_dropout = 0.0
-    assert module.dropout_of(model) == "set disable_dropout=True"
+    assert dropout_of(model) == "set disable_dropout=True"
 
 
 @pytest.mark.parametrize(
@@ -193,7 +199,7 @@ def test_log_probs_that_are_not_finite_are_refused(which, name, tmp_path):
     built = micro.trainer("rloo", KLConfig(), tmp_path)
     with torch.no_grad():
         getattr(built, which).lm_head.weight.fill_(torch.nan)
-    with pytest.raises(NotFinite, match=f"{name} is nan at sequence 0, token 0"):
+    with pytest.raises(LogProbNotFinite, match=f"{name} is nan at sequence 0, token 0"):
         built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
 
 
@@ -206,9 +212,9 @@ def test_samples_of_another_policy_are_reported(tmp_path):
         (logp - ref_logp)[at(r[:t]), r[t]].item() for t in range(len(r))))  # fmt: skip
     batch = micro.answer(built, [worst, worst])
     with pytest.warns(UserWarning, match="Likely they are not: top_k"):
-        for _ in range(module.WINDOW):
+        for _ in range(K1_BATCHES):
             built.compute_loss(built.model, batch)
-    assert -sum(built.seen) > module.SURE
+    assert -sum(built.kl_parts.monitor.recent_k1) > K1_BOUND
 
 
 @pytest.mark.parametrize("rare", [False, True])
@@ -222,14 +228,14 @@ def test_samples_of_the_policy_are_not(rare, tmp_path):
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
-        for _ in range(3 * module.WINDOW):
+        for _ in range(3 * K1_BATCHES):
             drawn = [micro.RESPONSES[i] for i in torch.multinomial(p, 8, replacement=True)]
             built.compute_loss(built.model, micro.answer(built, drawn))
 
 
 def test_minibatches_are_samples_of_an_earlier_policy_and_not_reported(tmp_path):
     built = micro.trainer("rloo", KLConfig(), tmp_path, num_iterations=2)
-    built.seen.append(-1e6)
+    built.kl_parts.monitor.recent_k1.append(-1e6)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
@@ -257,12 +263,33 @@ def test_no_kl_costs_no_reference(kl, tmp_path):
     assert "ref_per_token_logps" not in micro.answer(built, DRAWN[:2])
 
 
-def test_on_policy_the_batch_takes_one_pass_of_the_policy(tmp_path):
-    """The loss's own: TRL's RLOO has another for the old log-probs."""
-    built, calls = micro.trainer("rloo", KLConfig(), tmp_path), []
-    built.model.register_forward_hook(lambda *_: calls.append(1))
+@pytest.mark.parametrize("kind", ["rloo", "grpo"])
+def test_on_policy_the_batch_takes_one_pass_of_the_policy(kind, tmp_path):
+    """The loss's own: TRL's RLOO has another for the old log-probs. And one of the reference."""
+    built, calls = micro.trainer(kind, KLConfig(), tmp_path), []
+    built.model.register_forward_hook(lambda *_: calls.append("policy"))
+    built.ref_model.register_forward_hook(lambda *_: calls.append("reference"))
     built.compute_loss(built.model, micro.answer(built, DRAWN[:2]))
-    assert len(calls) == 1
+    assert sorted(calls) == ["policy", "reference"]
+
+
+def test_after_an_error_passes_are_those_of_trl_again(tmp_path):
+    built = micro.trainer("rloo", KLConfig(), tmp_path)
+    batch = micro.answer(built, DRAWN[:2])
+    assert built.kl_parts.passes.through is plain_pass
+    del batch["advantages"]
+    with pytest.raises(KeyError, match="advantages"):
+        built.compute_loss(built.model, batch)
+    assert built.kl_parts.passes.through is plain_pass
+
+
+@pytest.mark.parametrize("kind", ["rloo", "grpo"])
+def test_two_names_of_a_trainer_are_ours(kind, tmp_path):
+    """What TRL sets and what we add cannot meet: `kl` and `kl_parts`."""
+    ours = micro.trainer(kind, KLConfig(), tmp_path / "a")
+    stock = type(ours).__mro__[2]
+    theirs = micro.trainer(kind, None, tmp_path / "b", trainer_class=stock)
+    assert vars(ours).keys() - vars(theirs).keys() == {"kl", "kl_parts"}
 
 
 @pytest.mark.parametrize("kind", ["rloo", "grpo"])
@@ -302,23 +329,89 @@ def test_the_share_of_the_penalty_grows_with_beta(estimator, tmp_path):
     assert 0 < shares[0] < shares[1] < 1
 
 
-def test_a_user_of_trl_changes_one_argument(tmp_path):
-    """Any TRL trainer argument still works, and the trained policy moves."""
-    reference = micro.model(0, torch.float32)
-    reference.save_pretrained(tmp_path / "model")
-    micro.tokenizer().save_pretrained(tmp_path / "model")
-    from datasets import Dataset
-
+def run(folder, **settings):
+    """The trainer of a user who gives a folder of a model and TRL's settings, and the settings."""
+    micro.model(0, torch.float32).save_pretrained(folder / "model")
+    micro.tokenizer().save_pretrained(folder / "model")
+    prompts = Dataset.from_dict({"prompt": ["ab", "b"] * 8})
     args = RLOOConfig(
-        str(tmp_path / "out"), max_completion_length=3, num_generations=4, max_steps=2,
+        str(folder / "out"), max_completion_length=3, num_generations=4,
         per_device_train_batch_size=8, bf16=False, report_to="none", learning_rate=1e-2,
-        logging_steps=1, dataloader_pin_memory=False,
+        dataloader_pin_memory=False, **settings,
     )  # fmt: skip
     built = KLRLOOTrainer(
-        model=str(tmp_path / "model"), reward_funcs=micro.reward, args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["ab", "b"] * 8}), kl=KLConfig("k1", "reward"),
+        model=str(folder / "model"), reward_funcs=micro.reward, args=args, train_dataset=prompts,
+        eval_dataset=prompts, kl=KLConfig("k1", "reward"),
     )  # fmt: skip
+    return built, args
+
+
+def test_a_user_of_trl_changes_one_argument(tmp_path):
+    """Any TRL trainer argument still works, and the trained policy moves."""
+    built, args = run(tmp_path, max_steps=2, logging_steps=1)
     built.train()
     assert built.state.log_history[0]["kl/k1"] == pytest.approx(0, abs=1e-6)
     assert built.state.log_history[1]["kl/exact"] > 0
     assert args.beta == RLOOConfig(bf16=False).beta, "the user's settings stay as they were"
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often each of these was called: what is checked, what is only logged."""
+    counts = dict.fromkeys(["quick_numbers", "token_measures", "gradient_share"], 0)
+
+    def counted(name):
+        own = getattr(monitor, name)
+
+        def call(*args):
+            counts[name] += 1
+            return own(*args)
+
+        monkeypatch.setattr(monitor, name, call)
+
+    for name in counts:
+        counted(name)
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("settings", "logged"),
+    [
+        ({"logging_steps": 1}, 4),
+        ({"logging_steps": 2}, 2),
+        ({"logging_steps": 3, "logging_first_step": True}, 2),
+        ({"logging_steps": 0.5}, 2),
+        ({"logging_strategy": "no"}, 0),
+        ({"logging_strategy": "epoch"}, 4),
+    ],
+    ids=str,
+)
+def test_what_is_only_logged_is_computed_only_where_it_is_logged(settings, logged, tmp_path, calls):
+    built, _ = run(tmp_path, max_steps=4, **settings)
+    built.train()
+    assert calls == {"quick_numbers": 4, "token_measures": logged, "gradient_share": logged}
+    lines = [line for line in built.state.log_history if "kl/k1" in line]
+    assert len(lines) == (1 if settings.get("logging_strategy") == "epoch" else logged)
+
+
+def test_at_every_evaluation_the_kl_is_measured(tmp_path, calls):
+    built, _ = run(tmp_path, max_steps=1, logging_strategy="no")
+    metrics = built.evaluate()
+    assert calls["token_measures"] == calls["quick_numbers"] > 0 == calls["gradient_share"]
+    lines = [line for line in built.state.log_history if "eval_kl/k1" in line]
+    assert len(lines) == 1 and "eval_loss" in metrics
+
+
+def test_what_is_logged_does_not_touch_what_is_trained(tmp_path):
+    weights = []
+    for steps in (1, 3):
+        torch.manual_seed(0)
+        built, _ = run(tmp_path / str(steps), max_steps=3, logging_steps=steps)
+        built.train()
+        weights.append(torch.cat([p.detach().flatten() for p in built.model.parameters()]))
+    assert torch.equal(*weights)
+
+
+def test_the_examples_in_the_docstrings_run():
+    assert doctest.testmod(rloo_grpo).attempted >= 10
+    assert doctest.testmod(rloo_grpo).failed == 0

@@ -14,14 +14,14 @@ import yaml
 from kl_comedy.auditing import libraries
 from kl_comedy.auditing import venvs as environments_module
 from kl_comedy.auditing.libraries import (
-    as_text,
     audit_library,
+    library_as_text,
     load_records,
+    objective_in_words,
     record,
     refused,
-    rows,
+    setting_rows,
     settings_for,
-    verdict,
 )
 from kl_comedy.auditing.venvs import AuditError, Recipe, environment_key, load_recipes
 from kl_comedy.cli import main
@@ -122,9 +122,9 @@ def test_a_library_is_installed_asked_and_recorded(tiny, folder, tmp_path):
     found = audit_library(tiny, lines.append)
     assert environments(folder) == [environment_key(tiny)] and "installing 1 packages" in lines[1]
     (setting,) = found["settings"]
-    assert found["version"] == "1.0" and verdict(setting) == "token forward KL"
+    assert found["version"] == "1.0" and objective_in_words(setting) == "token forward KL"
     assert settings_for(found)["K3 in the loss (forward)"] == ["k3=True"]
-    assert "* k3=True\n    token forward KL  factor 1  bias 0.5" in as_text(found)
+    assert "* k3=True\n    token forward KL  factor 1  bias 0.5" in library_as_text(found)
     assert setting["written"] == {
         "lines": ["k3=True", "kl_coef=0.1"],
         "refused": "",
@@ -163,7 +163,7 @@ def test_lines_that_the_library_does_not_take_are_refused(tiny, folder, parse, w
     finally:
         adapter.write_text(kept)
     assert refused(found) == {"k3=True": words}
-    assert as_text(found).endswith(f"! k3=True\n    its lines are refused: {words}")
+    assert library_as_text(found).endswith(f"! k3=True\n    its lines are refused: {words}")
 
 
 def test_another_release_is_said_to_be_untested(tiny):
@@ -229,11 +229,11 @@ def test_without_a_network_or_space_the_error_says_so(tiny, tmp_path, monkeypatc
 
 
 def test_what_takes_too_long_is_stopped(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(libraries, "LIMIT", 0.05)
+    monkeypatch.setattr(libraries, "ADAPTER_LIMIT", 0.05)
     with pytest.raises(AuditError, match="its adapter took more than 0.05 seconds"):
         audit_library(tiny, lambda line: None)
     monkeypatch.setenv("KL_COMEDY_CACHE", str(tmp_path))
-    monkeypatch.setattr(environments_module, "LIMIT", 0.01)
+    monkeypatch.setattr(environments_module, "BUILD_LIMIT", 0.01)
     with pytest.raises(AuditError, match="tiny_library: venv took more than 0.01 seconds"):
         audit_library(tiny, lambda line: None)
 
@@ -290,7 +290,7 @@ def test_a_recipe_is_whole_and_recorded(name):
     assert found["settings"] and len({s["label"] for s in found["settings"]}) == len(
         found["settings"]
     )
-    for row in rows(found):
+    for row in setting_rows(found):
         assert row["setting"] and row["cell"] and row["verdict"]
     assert found["kind"] in ("text", "yaml", "python") and found["config"]
     assert refused(found) == {}

@@ -2,18 +2,27 @@
 
 import multiprocessing
 import os
+import re
 import signal
+from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pandas as pd
+import papermill
 import pytest
 import torch
 
 from kl_comedy.lab.optimum import kl_optimum
+from kl_comedy.policies.evaluation import evaluate
 from kl_comedy.policies.policy import load_policy
-from kl_comedy.study.runs import Run
-from kl_comedy.study.training import COMPLETE, Exam, Recorder, build_trainer, resume_point
-from kl_comedy.study.training import train as fit
+from kl_comedy.study.checkpoints import COMPLETE, resume_point
+from kl_comedy.study.exam import Exam, TrainedTest
+from kl_comedy.study.recorder import Recorder
+from kl_comedy.study.recorder import train as fit
+from kl_comedy.study.runs import Run, read_status
+from kl_comedy.study.training import TrainSettings, build_trainer
+from kl_comedy.tasks.characters import TASKS
 from kl_comedy.tasks.dataset import problems, to_dataset
 from kl_comedy.theory.config import KLConfig
 
@@ -37,21 +46,17 @@ def mean_digit(prompts, completions, **_):
 def tiny_trainer(config, output_dir, steps=1, callbacks=(), learning_rate=1e-3, **settings):
     model, tokenizer = load_policy()
     dataset = to_dataset(problems("sum", "train", int(2 * steps)))
-    return build_trainer(
-        config,
-        model,
-        tokenizer,
-        dataset,
-        mean_digit,
-        output_dir,
+    settings = TrainSettings(
         seed=0,
         learning_rate=learning_rate,
         warmup_steps=0,
         prompts_per_step=2,
         group_size=GROUP,
         max_length=12,
-        callbacks=callbacks,
         **{"save_steps": 1} | settings,
+    )
+    return build_trainer(
+        config, model, tokenizer, dataset, mean_digit, output_dir, settings, callbacks
     )
 
 
@@ -76,9 +81,9 @@ def train(folder, eval_every=1, steps=3, learning_rate=1e-3, kill=None, **settin
     """Start a run in `folder`, or go on with it; `kill` names the moment of a SIGKILL."""
     torch.set_num_threads(1)
     reference, tokenizer = load_policy()
-    tests = {task: problems(task, "test", 1) for task in ("sum", "add", "sort")}
     run = Run(folder)
-    exam = Exam(tokenizer, reference, tests, n_samples=1, seed=0)
+    own = TrainedTest(tokenizer, reference, problems("sum", "test", 1), n_samples=1, seed=0)
+    exam = Exam("sum", own, {task: problems(task, "test", 1) for task in ("add", "sort")})
     recorder = Recorder(run, exam, eval_every)
     trainer = tiny_trainer(
         K1_REWARD, f"{folder}/checkpoint", steps, [recorder], learning_rate, **settings
@@ -92,7 +97,7 @@ def train(folder, eval_every=1, steps=3, learning_rate=1e-3, kill=None, **settin
 def plant(kill, trainer, recorder):
     """Let the process kill itself at a moment of step 2, or when that is over."""
     owner, method = {
-        "in the test": (recorder, "measure"),
+        "in the test": (recorder.exam.own, "forward_kl"),
         "weights saved, optimizer not": (trainer, "_save_optimizer_and_scheduler"),
         "saved, not marked": (trainer.callback_handler, "on_save"),
         "in the next step": (trainer.callback_handler, "on_step_begin"),
@@ -110,7 +115,7 @@ def plant(kill, trainer, recorder):
 def in_process(**kwargs):
     """Run `train` in a process of its own; its exit code."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["kl_comedy.study.training", "kl_comedy.study.runs"])
+    context.set_forkserver_preload(["kl_comedy.study.training", "kl_comedy.study.recorder"])
     process = context.Process(target=train, kwargs=kwargs)
     process.start()
     process.join(120)
@@ -197,6 +202,61 @@ def test_a_policy_that_is_no_longer_finite_ends_the_run(tmp_path):
     step, cause = recorder.failure
     assert metrics.step.iloc[-1] == step < 3 and "not finite" in cause
     assert not (tmp_path / f"checkpoint/checkpoint-{step}").exists()
+
+
+# The task that is measured is the one that was trained
+
+
+@pytest.fixture(scope="module")
+def reverse(tmp_path_factory):
+    """The folder of a run of two steps on another task than the study's."""
+    folder = tmp_path_factory.mktemp("reverse")
+    notebook = Path(__file__).parents[1] / "nbs/experiments/20_on_policy.ipynb"
+    papermill.execute_notebook(
+        notebook,
+        folder / "run.ipynb",
+        {"run_dir": str(folder), "task": "reverse", "base_samples": 2, "learning_rate": 1e-3},
+        progress_bar=False,
+        cwd=notebook.parent,
+    )
+    return folder
+
+
+def test_the_tests_of_a_run_are_those_of_its_task(reverse):
+    metrics = Run(reverse).metrics()
+    reference, tokenizer = load_policy()
+    expected = evaluate(reference, tokenizer, problems("reverse", "test", 4), 1, 0, reference)
+    start = metrics.iloc[0]
+    assert start.pass_reverse == expected["pass_at_1"]
+    assert start.entropy == pytest.approx(expected["entropy"], rel=1e-4)
+    assert start.test_length == expected["length"]
+    others = [f"pass_{name}" for name in TASKS if name != "reverse"]
+    assert metrics.pass_out.tolist() == pytest.approx(metrics[others].mean(axis=1).tolist())
+    assert "pass_risk" not in metrics, "the tasks at risk are those of sum"
+
+
+def test_the_summary_of_a_run_is_that_of_its_task(reverse):
+    metrics, status = Run(reverse).metrics().set_index("step"), read_status(reverse)
+    assert status["state"] == "done" and status["final_pass_reverse"] == metrics.pass_reverse[2]
+    assert "final_pass_sum" not in status and status["final_kl"] == metrics.kl[2]
+    base = pd.read_csv(reverse / "base_pass_rates.csv")
+    assert set(base.prompt) == {p.prompt for p in problems("reverse", "test", 4)}
+    printed = re.findall(r"step (\d) of 2: pass@1 ([.\d]+)", (reverse / "run.ipynb").read_text())
+    assert printed == [(str(step), f"{metrics.pass_reverse[step]:.3f}") for step in (1, 2)]
+
+
+def test_an_exam_names_the_trained_task():
+    reference, tokenizer = load_policy()
+    tests = {task: problems(task, "test", 2) for task in ("sum", "reverse", "wrap")}
+    own = TrainedTest(tokenizer, reference, tests.pop("reverse"), n_samples=1, seed=0)
+    exams = [Exam("reverse", own, dict(order)) for order in (tests.items(), [*tests.items()][::-1])]
+    first, second = (exam(reference) for exam in exams)
+    assert first == second and "pass_in" not in first
+    assert first["pass_out"] == fmean([first["pass_sum"], first["pass_wrap"]])
+    with pytest.raises(ValueError, match="others has 'sum', the trained task"):
+        Exam("sum", own, tests)
+    with pytest.raises(ValueError, match="trained='sort', and the problems of `own` are of 'rev"):
+        Exam("sort", own, tests)
 
 
 # The yardstick

@@ -17,10 +17,17 @@ from kl_comedy.cli import main
 from kl_comedy.policies.evaluation import evaluate
 from kl_comedy.policies.policy import end_tokens, load_policy
 from kl_comedy.policies.sampling import encode, sample_completions
-from kl_comedy.study import cost, training
-from kl_comedy.study.batch import Job, run_all
-from kl_comedy.study.runs import Run, collect
-from kl_comedy.study.sweeps import SweepError, load_sweep, plan
+from kl_comedy.study import cost, gpu_plan, training
+from kl_comedy.study.checkpoints import COMPLETE, keep_policy, resume_point
+from kl_comedy.study.exam import Exam, TrainedTest
+from kl_comedy.study.jobs import Job, run_all
+from kl_comedy.study.parameters import SweepError
+from kl_comedy.study.recorder import Recorder
+from kl_comedy.study.recorder import train as fit
+from kl_comedy.study.runs import Run
+from kl_comedy.study.sweeps import load_sweep, plan
+from kl_comedy.study.tables import collect
+from kl_comedy.tasks.characters import TASKS
 from kl_comedy.tasks.dataset import problems, reward, stream, to_dataset
 from kl_comedy.tasks.math import MATH, MATH_REQUEST, math_prompt, with_text_prompt
 from kl_comedy.tasks.mmlu import SUBJECTS, mmlu_prompt
@@ -147,7 +154,7 @@ def test_memory_and_hours_go_with_what_they_depend_on():
 
 def test_the_plan_is_printed_and_refused_without_a_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(cost, "gpus", list)
+    monkeypatch.setattr(gpu_plan, "gpus", list)
     request = ["reproduce", "on_policy", "--scale", "paper", "--runs-dir", str(tmp_path / "runs")]
     assert main(request) == 2
     out, err = capsys.readouterr()
@@ -157,7 +164,7 @@ def test_the_plan_is_printed_and_refused_without_a_gpu(tmp_path, monkeypatch, ca
     assert main([*request, "--plan"]) == 0
     alone, err = capsys.readouterr()
     assert alone.startswith(out) and "on_policy: 108 runs at scale paper" in alone and err == ""
-    monkeypatch.setattr(cost, "gpus", lambda: [("0", 141e9), ("1", 141e9)])
+    monkeypatch.setattr(gpu_plan, "gpus", lambda: [("0", 141e9), ("1", 141e9)])
     assert main(request) == 2
     assert "GB, and a GPU here has 141" in capsys.readouterr().err
     assert main([*request, "--jobs", "3"]) == 2
@@ -179,9 +186,20 @@ def test_the_plan_is_printed_and_refused_without_a_gpu(tmp_path, monkeypatch, ca
 )
 def test_a_run_that_cannot_be_made_is_refused_before_its_cost(changed, words):
     run = next(iter(plan(sweep("on_policy"), "paper").values()))
-    cost.check_run("here", run)
+    gpu_plan.check_run("here", run)
     with pytest.raises(SweepError, match=f"^here: .*{words}"):
-        cost.check_run("here", run | changed)
+        gpu_plan.check_run("here", run | changed)
+
+
+def test_a_new_character_task_is_planned_and_tested(monkeypatch):
+    run = next(iter(plan(sweep("on_policy"), "quick").values()))
+    before = cost.load_of(run).tested
+    samples = before // run["eval_problems"] // len(TASKS)
+    monkeypatch.setitem(TASKS, "copy", TASKS["reverse"])
+    assert cost.load_of(run).tested - before == run["eval_problems"] * samples
+    gpu_plan.check_run("here", run | {"task": "copy"})
+    with pytest.raises(SweepError, match="task must be sum, .*, copy, math or null, got 'cop'"):
+        gpu_plan.check_run("here", run | {"task": "cop"})
 
 
 def test_a_plan_without_gpus_lists_runs(tmp_path, monkeypatch, capsys):
@@ -348,18 +366,20 @@ def train(folder, policy, source, steps=3, stop=None, **settings):
         data,
         reward,
         f"{folder}/checkpoint",
-        seed=0,
-        learning_rate=1e-2,
-        warmup_steps=0,
-        prompts_per_step=2,
-        group_size=3,
-        max_length=8,
-        save_steps=1,
-        **({"rows": 2, "draw_rows": 4} | settings),
+        training.TrainSettings(
+            seed=0,
+            learning_rate=1e-2,
+            warmup_steps=0,
+            prompts_per_step=2,
+            group_size=3,
+            max_length=8,
+            save_steps=1,
+            **({"rows": 2, "draw_rows": 4} | settings),
+        ),
     )
-    tests = {MATH: problems(MATH, "test", 4, source=source)}
-    exam = training.Exam(tok, trainer.ref_model, tests, 1, 0, max_new_tokens=8, batch_size=3)
-    recorder = training.Recorder(run, exam, 1)
+    asked = problems(MATH, "test", 4, source=source)
+    own = TrainedTest(tok, trainer.ref_model, asked, 1, 0, max_new_tokens=8, batch_size=3)
+    recorder = Recorder(run, Exam(MATH, own, {}), 1)
     trainer.add_callback(recorder)
     if stop:  # killed in step 3, while checkpoint 2 was being marked
 
@@ -368,7 +388,7 @@ def train(folder, policy, source, steps=3, stop=None, **settings):
                 raise KeyboardInterrupt
 
         recorder.on_step_begin = on_step_begin
-    training.train(trainer, recorder, training.resume_point(run, f"{folder}/checkpoint"))
+    fit(trainer, recorder, resume_point(run, f"{folder}/checkpoint"))
     return run.metrics().drop(columns="step_time")
 
 
@@ -379,19 +399,19 @@ def test_a_run_on_math_resumes_to_the_same_numbers(policy, source, tmp_path):
     assert (whole.no_box[1:] + whole.reward[1:] < 1.001).all() and whole.timeout[1:].eq(0).all()
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "cut", policy, source, stop=2)
-    (tmp_path / "cut/checkpoint/checkpoint-2" / training.COMPLETE).unlink()
+    (tmp_path / "cut/checkpoint/checkpoint-2" / COMPLETE).unlink()
     pd.testing.assert_frame_equal(train(tmp_path / "cut", policy, source), whole, check_exact=True)
 
 
 def test_what_is_kept_of_a_finished_run_is_the_last_policy(policy, source, tmp_path):
     train(tmp_path, policy, source)
-    training.keep_policy(tmp_path / "checkpoint")
+    keep_policy(tmp_path / "checkpoint")
     (kept,) = (tmp_path / "checkpoint").glob("checkpoint-*")
     assert kept.name == "checkpoint-3" and not [*kept.glob("optimizer*")]
     model, _ = load_policy(kept)
     start, _ = load_policy(policy)
     assert not torch.equal(model.lm_head.weight, start.lm_head.weight)
-    assert training.resume_point(Run(tmp_path), tmp_path / "checkpoint") is None
+    assert resume_point(Run(tmp_path), tmp_path / "checkpoint") is None
 
 
 @pytest.mark.parametrize(

@@ -1,23 +1,28 @@
 """Configurations of the penalty, and the surrogate that gives their gradients."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import math
+from pathlib import Path
 
+import pandas as pd
 import pytest
 import torch
 
-from kl_comedy.lab.gradients import (
-    divergence,
-    enumerate_sequences,
-    exact_gradient,
-    expected_gradient,
-)
-from kl_comedy.lab.policies import PrefixTreePolicy
+from kl_comedy.lab.gradients import divergence, exact_gradient, expected_gradient
+from kl_comedy.lab.policies import PrefixTreePolicy, enumerate_sequences
 from kl_comedy.theory.config import CHOICES, KLConfig
 from kl_comedy.theory.estimators import ESTIMATORS, exact_kl
-from kl_comedy.theory.surrogate import credited, importance_weight, kl_surrogate, kl_terms
+from kl_comedy.theory.surrogate import (
+    credited,
+    exact_estimates,
+    importance_weight,
+    kl_surrogate,
+    kl_terms,
+    token_estimates,
+)
 
 
 def allowed(*values):
@@ -31,6 +36,11 @@ def allowed(*values):
 ALL = [c for c in itertools.starmap(allowed, itertools.product(*CHOICES.values())) if c]
 PENALTIES = [c for c in ALL if c.placement != "none"]
 SAMPLED = [c for c in PENALTIES if c.estimator != "exact"]
+KNOWN = ("k1", "k2", "k3", "exact")  # whose gradients and names are written down below
+FORWARD = [dataclasses.replace(c, direction="forward") for c in PENALTIES]
+CLIPPED = [dataclasses.replace(c, clip=0.4) for c in PENALTIES + FORWARD if c.estimator == "k3"]
+EXTENDED = FORWARD + CLIPPED
+RUNS = Path(__file__).resolve().parent.parent / "data" / "runs"
 
 
 def batch(b=5, t=7, dtype=torch.float64, seed=0):
@@ -108,15 +118,18 @@ def test_a_weight_of_no_term_is_refused(importance):
 
 
 def test_everything_else_is_allowed():
-    "4 estimators x (no penalty + loss x 3 weights + 2 placements x 3 credits x 3 weights)."
-    assert len(ALL) == 4 * (1 + 3 + 2 * 3 * 3)
+    "Estimators x (no penalty + loss x 3 weights + 2 placements x 3 credits x 3 weights)."
+    assert len(ALL) == len(CHOICES["estimator"]) * (1 + 3 + 2 * 3 * 3)
+    assert len([c for c in ALL if c.estimator in KNOWN]) == 4 * (1 + 3 + 2 * 3 * 3)
 
 
 def test_names_labels_and_dicts_are_unique_and_come_back():
     betas = [0, 1e-8, 0.05, 0.050000001, 0.1, 1 / 3, 0.333333, 1, 1e6, 1234567, 1e300]
-    configs = [dataclasses.replace(c, beta=b) for c in PENALTIES for b in betas]
-    assert len({str(c) for c in configs}) == len(set(configs)) == len(PENALTIES) * len(betas)
-    assert len({c.label for c in PENALTIES}) == len(PENALTIES)
+    every = PENALTIES + EXTENDED
+    every += [dataclasses.replace(c, clip=clip) for c in CLIPPED for clip in (10, 1 / 3)]
+    configs = [dataclasses.replace(c, beta=b) for c in every for b in betas]
+    assert len({str(c) for c in configs}) == len(set(configs)) == len(every) * len(betas)
+    assert len({c.label for c in every}) == len(every)
     for c in configs:
         assert KLConfig(**c.to_dict()) == c
         assert KLConfig(**json.loads(json.dumps(c.to_dict()))) == c
@@ -152,6 +165,82 @@ def test_no_penalty_has_one_name():
 )
 def test_the_agreed_names(config, name, label):
     assert (str(config), config.label) == (name, label)
+
+
+@pytest.mark.parametrize(
+    "config, name, label",
+    [
+        (KLConfig("k3", "loss", clip=10), "k3-loss-clip10-b0.05", "K3 in loss, clipped at 10"),
+        (
+            KLConfig("k1", "both", 0.1, "to_go", "token", direction="forward"),
+            "k1-both-to_go-wtoken-forward-b0.1",
+            "forward K1 in both, to-go credit, token ratio",
+        ),
+        (
+            KLConfig("exact", "loss", direction="forward"),
+            "exact-loss-forward-b0.05",
+            "forward exact KL in loss",
+        ),
+        (
+            KLConfig("k3", direction="forward", clip=0.25),
+            "k3-reward-forward-clip0.25-b0.05",
+            "forward K3 in reward, clipped at 0.25",
+        ),
+    ],
+)
+def test_a_field_is_named_only_when_it_is_set(config, name, label):
+    assert (str(config), config.label) == (name, label)
+    plain = dataclasses.replace(config, clip=None, direction="reverse")
+    assert "clip" not in str(plain) + plain.label and "forward" not in str(plain) + plain.label
+
+
+def test_the_names_of_what_was_recorded_have_not_changed():
+    "Byte for byte those of the 88 configurations that there were before any field was added."
+    lines = [f"{c}\t{c.label}" for c in ALL if c.estimator in KNOWN]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    assert digest == "91067197c420a37f67403846c6010412e78a81b128e629fc7485c22b787a2ced"
+
+
+@pytest.mark.parametrize("study", ["on_policy", "variants"])
+def test_recorded_runs_have_the_label_of_their_configuration(study):
+    names = ["estimator", "placement", "credit", "importance", "beta"]
+    runs = pd.read_csv(RUNS / study / "runs.csv")
+    assert len(runs) > 20
+    for run in runs.to_dict("records"):
+        assert KLConfig(**{name: run[name] for name in names}).label == run["label"]
+
+
+@pytest.mark.parametrize("clip", [0, -1, math.nan, math.inf, "10", True, [10], 10**400, 1j])
+def test_a_clip_that_is_not_allowed_is_named(clip):
+    with pytest.raises(ValueError) as caught:
+        KLConfig("k3", clip=clip)
+    assert str(caught.value) == (
+        f"clip={clip!r}: None or a positive finite number of nats is allowed"
+    )
+
+
+@pytest.mark.parametrize("estimator", [name for name in CHOICES["estimator"] if name != "k3"])
+def test_only_k3_is_clipped(estimator):
+    with pytest.raises(ValueError) as caught:
+        KLConfig(estimator, clip=10)
+    for part in ("clip=10", f"estimator={estimator!r}", "leave it at None"):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("direction", ["back", "", None, 1, ["forward"]])
+def test_a_direction_that_is_not_allowed_is_named(direction):
+    with pytest.raises(ValueError) as caught:
+        KLConfig(direction=direction)
+    assert str(caught.value) == f"direction={direction!r}: allowed are reverse, forward"
+
+
+@pytest.mark.parametrize(
+    "setting, words", [({"clip": 10}, "bound"), ({"direction": "forward"}, "turn round")]
+)
+def test_without_a_penalty_there_is_nothing_to_set(setting, words):
+    with pytest.raises(ValueError) as caught:
+        KLConfig("k3", "none", **setting)
+    assert f"placement='none' has no estimate to {words}" in str(caught.value)
 
 
 def test_it_is_frozen_and_active_only_with_a_penalty():
@@ -216,10 +305,40 @@ def test_a_weighted_penalty_is_finite(estimator, importance):
     assert value.isfinite() and logp.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("config", SAMPLED[:1] + FORWARD[:1] + CLIPPED[:1], ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
+def test_the_estimates_of_sampled_tokens(config, shape):
+    generator = torch.Generator().manual_seed(0)
+    logp, ref_logp = -torch.randn(2, *shape, generator=generator, dtype=torch.float64).abs()
+    d, found = ref_logp - logp, token_estimates(config, logp, ref_logp)
+    want = {
+        "k1-reward-b0.05": -d,
+        "k1-reward-forward-b0.05": d.exp() * d,
+        "k3-reward-clip0.4-b0.05": (d.exp() - 1 - d).clamp(max=0.4),
+    }[str(config)]
+    torch.testing.assert_close(found, want)
+
+
+def test_the_exact_estimates_of_each_direction():
+    generator = torch.Generator().manual_seed(0)
+    logits, ref_logits = torch.randn(2, 4, 5, generator=generator, dtype=torch.float64)
+    for direction, pair in (("reverse", (logits, ref_logits)), ("forward", (ref_logits, logits))):
+        config = KLConfig("exact", direction=direction)
+        assert torch.equal(exact_estimates(config, logits, ref_logits), exact_kl(*pair))
+
+
+def test_sampled_and_exact_estimates_are_not_taken_for_each_other():
+    x = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match="estimator='exact' has no estimate of a sampled token"):
+        token_estimates(KLConfig("exact"), x, x)
+    with pytest.raises(ValueError, match="estimator='k1' is sampled"):
+        exact_estimates(KLConfig("k1"), x, x)
+
+
 # ---- kl_surrogate
 
 
-@pytest.mark.parametrize("config", PENALTIES, ids=str)
+@pytest.mark.parametrize("config", PENALTIES + EXTENDED, ids=str)
 def test_masked_positions_contribute_nothing(config):
     clean = batch()
     mask = clean["mask"]
@@ -236,7 +355,7 @@ def test_masked_positions_contribute_nothing(config):
         assert torch.equal(again, value) and torch.equal(grad_logp(again, dirty), grad)
 
 
-@pytest.mark.parametrize("config", PENALTIES, ids=str)
+@pytest.mark.parametrize("config", PENALTIES + EXTENDED, ids=str)
 def test_masking_equals_leaving_out(config):
     "The mean over sequences of what each gives alone, without its padding."
     x = batch()
@@ -251,7 +370,7 @@ def test_masking_equals_leaving_out(config):
     )
 
 
-@pytest.mark.parametrize("config", PENALTIES, ids=str)
+@pytest.mark.parametrize("config", PENALTIES + EXTENDED, ids=str)
 def test_an_all_masked_batch_is_zero(config):
     x = batch()
     x["mask"] = torch.zeros_like(x["mask"])
@@ -267,7 +386,9 @@ def test_the_value_in_the_loss_is_the_mean_of_sequence_sums(estimator):
     torch.testing.assert_close(kl_surrogate(config=KLConfig(estimator, "loss"), **x), want)
 
 
-@pytest.mark.parametrize("config", SAMPLED, ids=str)
+@pytest.mark.parametrize(
+    "config", SAMPLED + [c for c in EXTENDED if c.estimator != "exact"], ids=str
+)
 def test_the_gradient_by_hand(config):
     "Weight times (credited estimate + slope of the estimate in the loss), over the batch size."
     x = batch()
@@ -278,6 +399,11 @@ def test_the_gradient_by_hand(config):
         inside = x["mask"][i]
         leaf = logp[i].clone().requires_grad_()
         k = ESTIMATORS[config.estimator](leaf, ref_logp[i])
+        if config.direction == "forward":
+            ratio = (ref_logp[i] - leaf).exp()
+            k = ratio * ESTIMATORS[config.estimator](ref_logp[i], leaf)
+        if config.clip is not None:
+            k = torch.where(k > config.clip, config.clip, k)
         if config.placement in ("reward", "both"):
             who = {
                 "sequence": inside,
@@ -294,7 +420,7 @@ def test_the_gradient_by_hand(config):
     torch.testing.assert_close(grad, want / len(logp), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("config", PENALTIES, ids=str)
+@pytest.mark.parametrize("config", PENALTIES + EXTENDED, ids=str)
 def test_only_the_policy_gets_a_gradient(config):
     x = batch()
     for name in ("ref_logp", "behaviour_logp"):
@@ -303,7 +429,7 @@ def test_only_the_policy_gets_a_gradient(config):
     assert x["ref_logp"].grad is None and x["behaviour_logp"].grad is None
     reaches_kl = config.estimator == "exact" and config.placement != "reward"
     assert (x["token_kl"].grad is not None) == reaches_kl
-    if config != KLConfig("exact", "loss", importance=config.importance):
+    if (config.estimator, config.placement) != ("exact", "loss"):
         assert x["logp"].grad.abs().max() > 0
 
 
@@ -355,7 +481,7 @@ def test_the_ratio_turns_k3_into_k1_with_token_credit():
     torch.testing.assert_close(*grads, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("config", PENALTIES, ids=str)
+@pytest.mark.parametrize("config", PENALTIES + EXTENDED, ids=str)
 def test_half_precision_is_summed_in_float32(config):
     for dtype, rough in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-3)):
         x = batch(dtype=dtype)
@@ -371,7 +497,9 @@ def test_half_precision_is_summed_in_float32(config):
         torch.testing.assert_close(grad.double(), want, rtol=rough, atol=rough)
 
 
-@pytest.mark.parametrize("config", [c for c in PENALTIES if c.importance != "sequence"], ids=str)
+@pytest.mark.parametrize(
+    "config", [c for c in PENALTIES + EXTENDED if c.importance != "sequence"], ids=str
+)
 def test_gradients_are_finite_at_extreme_log_ratios(config):
     logp = torch.tensor([[-1e4, -200.0, -100, -30, -1e-30, -0.0]], requires_grad=True)
     ref_logp = logp.detach().flip(1)
@@ -401,7 +529,8 @@ def surrogate_gradient(policy, ref, config, behaviour=None):
     theta = policy.parameters.clone().requires_grad_()
     sampled = (behaviour or policy).logp()[states, tokens]
     logp = policy.logp(theta)[states, tokens]
-    kl = exact_kl(policy.logp(theta), ref.logp())[states]
+    pair = policy.logp(theta), ref.logp()
+    kl = exact_kl(*(pair if config.direction == "reverse" else pair[::-1]))[states]
     leaves = [x.detach().requires_grad_() for x in (logp, kl)]
     value = kl_surrogate(
         leaves[0],
@@ -416,7 +545,7 @@ def surrogate_gradient(policy, ref, config, behaviour=None):
     return torch.autograd.grad([logp, kl], theta, [p * g for g in outer])[0]
 
 
-@pytest.mark.parametrize("config", PENALTIES, ids=str)
+@pytest.mark.parametrize("config", PENALTIES + EXTENDED, ids=str)
 @pytest.mark.parametrize("off_policy", [False, True])
 def test_the_expected_gradient_is_that_of_the_lab(config, off_policy):
     policy, ref, mu = (tree(s) for s in range(3))
@@ -452,7 +581,7 @@ def test_the_relative_biases_of_the_paper(seed):
         ("exact", "loss"),
     ):
         assert bias(*biased) > 0.1
-    for estimator, place in itertools.product(CHOICES["estimator"], ("reward", "both")):
+    for estimator, place in itertools.product(KNOWN, ("reward", "both")):
         assert bias(estimator, place, credit="token") > 0.1
 
 
@@ -467,6 +596,9 @@ def test_the_relative_biases_of_the_paper(seed):
         (("k3", "loss"), "token_forward_kl"),
         (("k1", "reward", 0.05, "token"), "token_reverse_kl"),
         (("k3", "both", 0.05, "token"), "token_reverse_kl"),
+        (("k1", "both", 0.05, "token", "none", None, "forward"), "token_forward_kl"),
+        (("k3", "both", 0.05, "token", "none", None, "forward"), "token_forward_kl"),
+        (("exact", "loss", 0.05, "sequence", "none", None, "forward"), "token_forward_kl"),
     ],
     ids=str,
 )
@@ -478,6 +610,44 @@ def test_which_objective_a_configuration_follows(choice, target):
         rtol=1e-10,
         atol=1e-12,
     )
+
+
+def test_the_forward_estimates_in_both_places_are_one_gradient():
+    "That of the expected sum of forward KLs at the states that the policy visits."
+    policy, ref = tree(3), tree(4)
+    theta = policy.parameters.clone().requires_grad_()
+    states, tokens = enumerate_sequences(policy)
+    log_p = policy.logp(theta)[states, tokens].sum(1)
+    kl = exact_kl(ref.logp(), policy.logp(theta))[states].sum(1)
+    (want,) = torch.autograd.grad((log_p.exp() * kl).sum(), theta)
+    for estimator, credit in itertools.product(("k1", "k3", "exact"), ("sequence", "to_go")):
+        config = KLConfig(estimator, "both", credit=credit, direction="forward")
+        found = surrogate_gradient(policy, ref, config)
+        torch.testing.assert_close(found, want, rtol=1e-10, atol=1e-12)
+
+
+def test_forward_k3_in_both_places_is_reverse_k3_in_the_loss_sample_by_sample():
+    x = batch()
+    forward = KLConfig("k3", "both", credit="token", direction="forward")
+    grads = [grad_logp(kl_surrogate(config=c, **x), x) for c in (forward, KLConfig("k3", "loss"))]
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-13)
+
+
+def test_a_clipped_token_is_silent_in_the_loss_and_has_the_bound_in_the_reward():
+    logp = torch.tensor([[-4.0, -1.0]], requires_grad=True)
+    ref_logp, mask = torch.tensor([[-1.0, -1.5]]), torch.ones(1, 2).bool()
+    grads = {
+        (place, clip): torch.autograd.grad(
+            kl_surrogate(logp, ref_logp, mask, KLConfig("k3", place, credit=credit, clip=clip)),
+            logp,
+        )[0][0].tolist()
+        for place, credit in (("loss", "sequence"), ("reward", "token"))
+        for clip in (None, 10, 1000)
+    }
+    assert grads["loss", 10][0] == 0 and grads["loss", 10][1] == grads["loss", None][1]
+    assert grads["reward", 10][0] == 10 and grads["reward", 10][1] == grads["reward", None][1]
+    for place in ("loss", "reward"):
+        assert grads[place, 1000] == grads[place, None]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kl_comedy.study.sweeps import KEYS, SCALES, load_sweep, plan
+from kl_comedy.study.sweeps import SCALES, SWEEP_KEYS, load_sweep, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
@@ -155,7 +155,7 @@ def test_every_data_file_is_described():
         if inside.parts[0] == "data" and inside.name != "README.md":
             name = inside.parts[1] + "/" * (len(inside.parts) > 2)
             assert f"`{name}" in text, f"{inside} is not in data/README.md"
-    for key in KEYS:
+    for key in SWEEP_KEYS:
         assert f"| `{key}` |" in text
 
 

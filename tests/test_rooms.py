@@ -30,7 +30,10 @@ CORE = [
     "auditing.toy",
     "auditing.expectation",
     "auditing.probes",
+    "auditing.precision",
+    "auditing.clamps",
     "auditing.naming",
+    "auditing.report",
     "auditing.audit",
 ]
 

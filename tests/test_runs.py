@@ -13,17 +13,16 @@ import papermill
 import pytest
 from toy import SWEEP, TRAIN, kill, make_clone, results, start, wait_for, write_notebook
 
-from kl_comedy.study.batch import Job, locked, reproduce, run_all, survey, take
-from kl_comedy.study.runs import (
-    Metrics,
-    Run,
-    RunError,
-    collect,
-    read_lines,
-    read_metrics,
-    read_status,
-)
-from kl_comedy.study.sweeps import SweepError, load_sweep, load_sweeps, plan
+import kl_comedy
+from kl_comedy.study.batch import gallery_job, reproduce
+from kl_comedy.study.forks import imported_by, modules
+from kl_comedy.study.jobs import Job, locked, run_all, take
+from kl_comedy.study.metrics import Metrics, RunError, read_lines, read_metrics
+from kl_comedy.study.parameters import SweepError
+from kl_comedy.study.progress import survey
+from kl_comedy.study.runs import Run, read_status
+from kl_comedy.study.sweeps import load_sweep, load_sweeps, plan
+from kl_comedy.study.tables import collect
 
 # --- the files of one run -------------------------------------------------------------------
 
@@ -142,6 +141,51 @@ def test_sweeps_run_by_order_then_name(tmp_path):
     for name, order in (("a", 2), ("z", 1), ("m", 1)):
         (root / f"data/sweeps/{name}.yaml").write_text(SWEEP + f"order: {order}\n")
     assert [s.name for s in load_sweeps(root, "quick")] == ["toy", "m", "z", "a"]
+
+
+# --- what a batch depends on ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", ["auditing/adapters/x.py", "theory/estimators.py", "files.py"])
+def test_a_gallery_is_drawn_again_when_a_module_changes_at_any_depth(module, tmp_path, monkeypatch):
+    root, package = make_clone(tmp_path / "clone"), tmp_path / "kl_comedy"
+    (package / module).parent.mkdir(parents=True)
+    for path in (package / "__init__.py", package / module):
+        path.write_text("x = 1\n")
+    monkeypatch.setattr(kl_comedy, "__file__", str(package / "__init__.py"))
+    sweep = load_sweep(root / "data/sweeps/toy.yaml", root)
+    before, same = (gallery_job(sweep, "smoke", tmp_path, 1).inputs for _ in "ab")
+    (package / module).write_text("x = 2\n")
+    changed = gallery_job(sweep, "smoke", tmp_path, 1).inputs
+    (tmp_path / "toy/smoke").mkdir(parents=True)
+    (tmp_path / "toy/smoke/runs.csv").write_text("run\n")
+    assert before == same and len({before, changed}) == 2
+    assert gallery_job(sweep, "smoke", tmp_path, 1).inputs not in (before, changed)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is imported beforehand")
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("from kl_comedy.lab.gradients import (\n    bias,\n    sample,\n)", ["lab.gradients"]),
+        ("from kl_comedy.lab import gradients, variance", ["lab.gradients", "lab.variance"]),
+        ("import kl_comedy.theory.estimators as e, json", ["theory.estimators"]),
+        ("if True:\n    from kl_comedy.study.runs import Run", ["study.runs"]),
+        ("%matplotlib inline\nfrom kl_comedy.files import write_atomic", ["files"]),
+        ("# from kl_comedy.cli import main\ntext = 'import kl_comedy.cli'", []),
+        ("from kl_comedy_else import x\nimport numpy\nfrom . import y", []),
+    ],
+)
+def test_what_a_notebook_imports_is_found_however_it_is_written(source, names, tmp_path):
+    write_notebook(tmp_path / "n.ipynb", ["run_dir = ''", source], tagged=0)
+    assert modules([tmp_path / "n.ipynb"]) == [f"kl_comedy.{name}" for name in names]
+
+
+def test_a_name_of_the_package_itself_stands_for_its_module(tmp_path, monkeypatch):
+    monkeypatch.setattr(kl_comedy, "_HOME", {"KLConfig": "theory.surrogate"}, raising=False)
+    assert [*imported_by("from kl_comedy import KLConfig")] == ["kl_comedy.theory.surrogate"]
+    assert [*imported_by("from kl_comedy import __version__")] == ["kl_comedy"]
+    assert [*imported_by("import kl_comedy")] == ["kl_comedy"]
 
 
 # --- batches ----------------------------------------------------------------------------------

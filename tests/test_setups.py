@@ -28,6 +28,7 @@ def adapted(folder, model, peft_config=None, kl=None):
     args = RLOOConfig(
         str(folder / "out"), max_completion_length=3, num_generations=2, bf16=False,
         per_device_train_batch_size=4, report_to="none", max_steps=1, disable_tqdm=True,
+        logging_steps=1,
     )  # fmt: skip
     built = KLRLOOTrainer(
         model, micro.reward, args, Dataset.from_dict({"prompt": [micro.PROMPT] * 8}),

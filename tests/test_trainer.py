@@ -11,8 +11,8 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from kl_comedy.lab.gradients import expected_gradient
 from kl_comedy.theory.config import CHOICES, KLConfig
-from kl_comedy.trainers.penalty import SMALL
-from kl_comedy.trainers.rloo_grpo import stock_trainer
+from kl_comedy.trainers.capture import KEPT_VOCABULARY
+from kl_comedy.trainers.objective import stock_trainer
 
 pytestmark = pytest.mark.usefixtures("exact")
 
@@ -129,7 +129,9 @@ def test_and_so_it_is_through_the_head_that_trl_has(name, tmp_path):
     assert distance(ours, theirs) < 1e-5, GROUND.format(what="in float32")
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo"])
+@pytest.mark.parametrize(
+    "loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo", "vespo"]
+)
 @pytest.mark.parametrize("name", ["k3_loss", "corrected"])
 def test_the_penalty_is_aggregated_as_trl_aggregates(name, loss_type, tmp_path):
     theirs, ours = both(name, tmp_path, loss_type=loss_type, scale_rewards="group")
@@ -197,12 +199,12 @@ def test_in_grpo_a_penalty_in_the_reward_is_a_penalised_reward(scale, tmp_path, 
     KLConfig("exact", "reward", BETA)], ids=str)  # fmt: skip
 def test_a_large_vocabulary_has_the_same_gradient(kl, kind, settings, tmp_path, monkeypatch):
     found = []
-    for small in (SMALL, 1):
-        monkeypatch.setattr("kl_comedy.trainers.penalty.SMALL", small)
+    for small in (KEPT_VOCABULARY, 1):
+        monkeypatch.setattr("kl_comedy.trainers.capture.KEPT_VOCABULARY", small)
         common = {"num_generations": 3, "per_device_train_batch_size": 9} | settings
         built = micro.trainer(kind, kl, tmp_path / str(small), dtype=torch.float32, **common)
         batch = micro.answer(built, DRAWN, [p for p in PROMPTS for _ in range(3)])
-        assert ("ref_logits" in batch) == (small > 1)
+        assert ("kl_ref_logits" in batch) == (small > 1)
         found.append(micro.loss_gradient(built, batch))
     assert distance(*found) < 1e-5 and found[1].norm() > 0.1
 

@@ -6,7 +6,8 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from kl_comedy.auditing.audit import PROBES
 from kl_comedy.auditing.trainer import audit_trainer as audit_whole
 from kl_comedy.theory.config import KLConfig
-from kl_comedy.trainers.rloo_grpo import KLGRPOTrainer, KLRLOOTrainer, objective
+from kl_comedy.trainers.objective import objective
+from kl_comedy.trainers.rloo_grpo import KLGRPOTrainer, KLRLOOTrainer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 EACH = ", averaged over each response's tokens"

@@ -7,13 +7,13 @@ import nbformat
 import pytest
 import torch
 
-from kl_comedy.lab.gradients import (
-    Terms,
+from kl_comedy.lab.gradients import enumerated_gradients, expected_gradient, gradient_terms
+from kl_comedy.lab.policies import (
+    MarkovPolicy,
+    PrefixTreePolicy,
     enumerate_sequences,
-    enumerated_gradients,
-    expected_gradient,
+    history_policy,
 )
-from kl_comedy.lab.policies import MarkovPolicy, PrefixTreePolicy, history_policy
 from kl_comedy.lab.variance import gradient_variance
 from kl_comedy.theory.config import KLConfig
 from kl_comedy.theory.surrogate import credited
@@ -43,7 +43,7 @@ def enumerated_groups(policy, ref, config, size):
     scores = torch.stack(
         [torch.autograd.grad(x, theta, retain_graph=True)[0].flatten() for x in logp.flatten()]
     ).view(*tokens.shape, -1)
-    credit = credited(Terms(policy, ref, config).kl[states, tokens], config.credit)
+    credit = credited(gradient_terms(policy, ref, config).kl[states, tokens], config.credit)
     probs, grads = enumerated_gradients(policy, ref, config)
     loss = grads.flatten(1) - torch.einsum("nt,ntp->np", credit, scores)
     mean, second = 0, 0

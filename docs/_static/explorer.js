@@ -1,5 +1,5 @@
-/* The explorer: kl_comedy.lab and kl_comedy.variance ported to one small family of policies, and the
-   page around it. tests/test_explorer.py holds the numbers against the lab's in a browser, to 1e-9.
+/* The explorer: kl_comedy.lab.gradients and kl_comedy.lab.variance ported to one small family of policies,
+   and the page around it. tests/test_explorer.py holds the numbers against the lab's in a browser, to 1e-9.
 
    Tokens are read as -1 and +1, and as 0 before the first. The logit of +1 is a + b y1 for the policy
    and A + B y1 + C y2 for the reference, y1 the last token and y2 the one before. The sampling policy's
@@ -12,7 +12,8 @@ const NEXT = [1, 2, 3, 4, 5, 6, 3, 4, 5, 6, 3, 4, 5, 6];
 const table = () => new Float64Array(2 * STATES);
 const norm = g => Math.hypot(...g), minus = (g, h) => [g[0] - h[0], g[1] - h[1]];
 
-/* Each takes log(reference / policy) to the estimate and its derivative by the log-prob. */
+/* Each takes log(reference / policy) to the estimate and its derivative by the log-prob. The page offers
+   these estimators, and the exact KL; the package may have more. */
 const ESTIMATORS = {
   k1: d => [-d, 1],
   k2: d => [d * d / 2, -d],
@@ -34,8 +35,8 @@ function logp(a, b, c = 0) {
   return out;
 }
 
-/* What a token adds, as lab.Terms: q, its probability among the samples, kl in the reward, slope and
-   row in the loss, its weight; `score` is the derivative of its log-prob by the logit of +1. */
+/* What each token adds, as lab.gradients.Terms: q, its probability among the samples, kl in the reward,
+   slope and row in the loss, its weight; `score` is the derivative of its log-prob by the logit of +1. */
 function terms(x, config) {
   const lp = logp(x.a, x.b), lr = logp(x.A, x.B, x.C), p = lp.map(Math.exp);
   const mix = v => (1 - x.stale) * v[0] + x.stale * v[1];
@@ -94,7 +95,7 @@ function exact(x) {
   return out;
 }
 
-/* lab.expected_gradient */
+/* lab.gradients.expected_gradient */
 function expected(x, config) {
   const {q, score, kl, slope, row, weight} = terms(x, config), T = x.T, g = [0, 0];
   const ahead = new Float64Array((T + 1) * STATES); // estimates expected in state s from step t on
@@ -121,7 +122,7 @@ function expected(x, config) {
   return g;
 }
 
-/* variance.gradient_variance, without a baseline: z = (1, K, F, M) moves linearly with each token, and
+/* lab.variance.gradient_variance, without a baseline: z = (1, K, F, M) moves linearly with each token, and
    its second moments Z, symmetric, as A Z A'. */
 function variance(x, config) {
   const {mu, q, score, kl, slope, row, weight} = terms(x, config);
@@ -203,10 +204,10 @@ function compute(x, config) {
     curl: curl(x, config)};
 }
 
-const CHOICES = {estimator: ["k1", "k2", "k3", "exact"], placement: ["reward", "loss", "both"],
+const CHOICES = {estimator: [...Object.keys(ESTIMATORS), "exact"], placement: ["reward", "loss", "both"],
   credit: ["sequence", "to_go", "token"], importance: ["none", "token", "sequence"]};
 
-/* Of placement.KLConfig: what it allows, and its label. */
+/* Of theory.config.KLConfig: what it allows, and its label. */
 const allowed = c => Object.keys(CHOICES).every(name => CHOICES[name].includes(c[name]))
   && (c.placement !== "loss" || c.credit === "sequence");
 function label(c) {

@@ -7,14 +7,19 @@ __all__ = ['kl_optimum', 'base_rates', 'below_optimum']
 
 # %% ../../nbs/derivations/08_optimum.ipynb #c0773064
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import ArrayLike
+
+if TYPE_CHECKING:
+    import pandas as pd  # which the room does not need otherwise
 
 # %% ../../nbs/derivations/08_optimum.ipynb #af8213a5
-def kl_optimum(pass_rate, beta):
-    """Pass rate and KL (nats a sequence) of the policy that maximises E[R] - beta KL.
+def kl_optimum(pass_rate: ArrayLike, beta: float) -> tuple[np.ndarray, np.ndarray]:
+    """Pass rate, and KL in nats per sequence, of the policy that maximises E[R] - beta KL.
 
-    `pass_rate`: the reference's, one number a prompt, in [0, 1]; both results have its
+    `pass_rate`: the reference's, one number per prompt, in [0, 1]; both results have its
     shape (equation O3). The reward is 0 or 1. Raises ValueError on a pass rate outside
     [0, 1] and unless beta is positive and finite.
     """
@@ -30,7 +35,7 @@ def kl_optimum(pass_rate, beta):
     return best, best / beta - log_z
 
 # %% ../../nbs/derivations/08_optimum.ipynb #d4db613b
-def base_rates(table, runs):
+def base_rates(table: "pd.DataFrame", runs: "pd.DataFrame") -> "pd.DataFrame":
     """Pass rates of each base policy, pooled: `rate` and `n` samples by policy and prompt.
 
     `table` and `runs`: base_pass_rates.csv and runs.csv of a study. Runs of one policy and
@@ -43,11 +48,12 @@ def base_rates(table, runs):
     )
 
 
-def below_optimum(pass_rate, beta, passed, kl):
+def below_optimum(pass_rate: ArrayLike, beta: float, passed: float, kl: float) -> float:
     """How far E[R] - beta KL stays below its optimum, averaged over prompts.
 
-    `pass_rate`: the reference's, one number a prompt; `passed`, `kl`: the policy's pass@1
-    and its KL in nats a sequence. Raises as `kl_optimum`.
+    `pass_rate`: the reference's, one number per prompt. `passed` and `kl`: the policy's
+    pass@1 and its KL in nats per sequence, both averaged over the prompts. Raises
+    ValueError as `kl_optimum` does.
     """
-    best, cost = (x.mean() for x in kl_optimum(pass_rate, beta))
-    return best - beta * cost - passed + beta * kl
+    best, best_kl = (x.mean() for x in kl_optimum(pass_rate, beta))
+    return best - beta * best_kl - passed + beta * kl

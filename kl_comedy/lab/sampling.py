@@ -4,27 +4,33 @@
 __all__ = ['CHUNK', 'sample_sequences', 'sample_gradients']
 
 # %% ../../nbs/derivations/06c_sampling.ipynb #f19a22e7
+import itertools
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
-from .gradients import Terms, score_features
-from .policies import check_count
+from .gradients import Terms, gradient_terms, score_features
+from .policies import Policy, check_count
+from ..theory.config import KLConfig
+from torch import Tensor
 
 # %% ../../nbs/derivations/06c_sampling.ipynb #ef151efc
-def sample_sequences(policy, n, rng):
+def sample_sequences(policy: Policy, n: int, rng: np.random.Generator) -> Tensor:
     """`n` sequences of the policy: flat indices s V + a of states and tokens, (horizon, n).
 
-    Vectorised over sequences; `rng`, a numpy Generator, gives one uniform number a token.
+    Vectorised over sequences. `rng` gives one uniform number per token.
     """
     p, v = policy.logp().exp(), policy.next_state.shape[-1]
     edges, after = p.cumsum(-1)[:, :-1].contiguous(), policy.next_state.flatten()
     if v == 2:
-        edges = edges.view(-1)  # one edge: selected four times as fast as a row of one
+        edges = edges.view(
+            -1
+        )  # a row has one edge: selecting numbers is four times as fast
     visits, drawn = torch.empty(policy.horizon, n, dtype=torch.long), np.empty(n)
     state, uniform = torch.zeros(n, dtype=torch.long), torch.from_numpy(drawn)
     for row in visits:
-        rng.random(out=drawn)
+        rng.random(out=drawn)  # `uniform` shares its memory
         if v == 2:
             token = uniform > edges.index_select(0, state)
         else:
@@ -33,45 +39,61 @@ def sample_sequences(policy, n, rng):
         torch.index_select(after, 0, row, out=state)
     return visits
 
-# %% ../../nbs/derivations/06c_sampling.ipynb #df7eac3a
-def _sum_scores(terms, visits, trials, config):
-    """What the tokens' scores are multiplied by, summed over the sequences of each trial,
-    from the last token back: (trials, S, V), and the weight of each state's loss,
-    (trials, S)."""
-    states, v = terms.p.shape
-    kl, weight = terms.kl.flatten(), terms.weight.flatten()
-    in_reward, in_loss = (config.placement in (x, "both") for x in ("reward", "loss"))
-    shift = torch.arange(trials).repeat_interleave(visits.shape[1] // trials) * states * v
-    credits = terms.p.new_zeros(trials * states * v)
-    counts = torch.zeros_like(credits) if in_loss else None
-    credit, w, rows = 0, torch.ones_like(shift, dtype=kl.dtype), visits.unbind()
-    if in_reward and config.credit == "sequence":
-        credit = sum(kl.index_select(0, row) for row in rows)
-    if config.importance == "sequence":
-        w = torch.stack([weight.index_select(0, row) for row in rows]).prod(0)
+# %% ../../nbs/derivations/06c_sampling.ipynb #44e19ad5
+def _credits(kl: Tensor, rows: tuple[Tensor, ...], credit: str) -> Iterator[Tensor]:
+    "The estimates credited to each token, from the last step back: (sequences,) each."
+    if credit == "sequence":
+        yield from itertools.repeat(sum(kl.index_select(0, row) for row in rows), len(rows))
+        return
+    credited = 0
     for row in reversed(rows):
-        cells = row + shift
-        if config.importance == "token":
-            w = weight.index_select(0, row)
+        own = kl.index_select(0, row)
+        credited = own if credit == "token" else credited + own
+        yield credited
+
+
+def _weights(ratio: Tensor, rows: tuple[Tensor, ...], importance: str) -> Iterator[Tensor]:
+    "The weight of each token, from the last step back: (sequences,) each."
+    if importance == "token":
+        yield from (ratio.index_select(0, row) for row in reversed(rows))
+    elif importance == "sequence":
+        ratios = torch.stack([ratio.index_select(0, row) for row in rows])
+        yield from itertools.repeat(ratios.prod(0), len(rows))
+    else:
+        yield from itertools.repeat(ratio.new_ones(len(rows[0])), len(rows))
+
+# %% ../../nbs/derivations/06c_sampling.ipynb #df7eac3a
+def _sum_scores(
+    terms: Terms, visits: Tensor, trials: int, config: KLConfig
+) -> tuple[Tensor, Tensor]:
+    """What the scores are multiplied by, summed over the sequences of each trial.
+
+    Returns the sums, (trials, S, V), and the weight of each state's loss, (trials, S).
+    """
+    states, v = terms.p.shape
+    in_reward, in_loss = (config.placement in (x, "both") for x in ("reward", "loss"))
+    sequences = visits.shape[1] // trials
+    first_cell = torch.arange(trials).repeat_interleave(sequences) * states * v
+    rows, nothing = visits.unbind(), itertools.repeat(None)
+    credits = _credits(terms.kl.flatten(), rows, config.credit) if in_reward else nothing
+    weights = _weights(terms.weight.flatten(), rows, config.importance)
+    scores = terms.p.new_zeros(trials * states * v)
+    counts = torch.zeros_like(scores)
+    for row, credit, weight in zip(reversed(rows), credits, weights):
+        cells = row + first_cell
         if in_loss:
-            counts.index_add_(0, cells, w)
-        if in_reward and config.credit != "sequence":
-            own = kl.index_select(0, row)
-            credit = own if config.credit == "token" else credit + own
+            counts.index_add_(0, cells, weight)
         if in_reward:
-            credits.index_add_(
-                0, cells, credit if config.importance == "none" else credit * w
-            )
-    credits = credits.view(trials, states, v)
-    if not in_loss:
-        return credits, credits.new_zeros(trials, states)
-    counts = counts.view(trials, states, v)
-    return credits + counts * terms.slope, counts.sum(-1)
+            weighted = credit if config.importance == "none" else credit * weight
+            scores.index_add_(0, cells, weighted)
+    scores, counts = (x.view(trials, states, v) for x in (scores, counts))
+    return scores + counts * terms.slope, counts.sum(-1)
 
 # %% ../../nbs/derivations/06c_sampling.ipynb #1ba4b4a0
-def _parameter_gradient(policy, terms, scores, mass):
-    """`terms.gradient` in the parameters, (trials, ...),
-    without the gradient of every logit."""
+def _parameter_gradient(
+    policy: Policy, terms: Terms, scores: Tensor, mass: Tensor
+) -> Tensor:
+    "`terms.gradient`, (trials, *parameters.shape), without the gradient of every logit."
     if policy.features is None:
         return terms.gradient(scores, mass)
     score, row = score_features(policy, terms)
@@ -81,28 +103,35 @@ def _parameter_gradient(policy, terms, scores, mass):
 CHUNK = 20_000  # sequences sampled at a time: small enough for the cache
 
 # %% ../../nbs/derivations/06c_sampling.ipynb #62d3731f
-def sample_gradients(policy, ref, config, n_sequences, n_trials, seed, behaviour=None):
-    """Monte-Carlo gradients, (n_trials, *parameters.shape): each the mean
-    over `n_sequences`.
+def sample_gradients(
+    policy: Policy,
+    ref: Policy,
+    config: KLConfig,
+    n_sequences: int,
+    n_trials: int,
+    seed: int,
+    behaviour: Policy | None = None,
+) -> Tensor:
+    """Monte-Carlo gradients, (n_trials, *parameters.shape), without beta.
 
-    Trials are independent, and the same `seed` gives the same numbers. Without beta. Raises
-    ValueError on counts below 1 and on policies of different states.
+    Each is the mean over `n_sequences` of `behaviour`, or of the policy itself if that is
+    None. Trials are independent, and the same `seed` gives the same numbers. Raises
+    ValueError on counts below 1 and as `gradient_terms`.
     """
     check_count("n_sequences", n_sequences)
     check_count("n_trials", n_trials)
     check_count("seed", seed, 0)
-    terms, per_chunk = Terms(policy, ref, config, behaviour), max(1, CHUNK // n_sequences)
-    sizes = [min(per_chunk, n_trials - done) for done in range(0, n_trials, per_chunk)]
+    terms = gradient_terms(policy, ref, config, behaviour)
+    sampler = policy if behaviour is None else behaviour
 
-    def chunk(trials, seed):
-        sampler, rng = (
-            policy if behaviour is None else behaviour,
-            np.random.default_rng(seed),
-        )
+    def one_chunk(trials, seed):
+        rng = np.random.default_rng(seed)
         visits = sample_sequences(sampler, trials * n_sequences, rng)
-        sums = _sum_scores(terms, visits, trials, config)
-        return _parameter_gradient(policy, terms, *sums) / n_sequences
+        scores, mass = _sum_scores(terms, visits, trials, config)
+        return _parameter_gradient(policy, terms, scores, mass) / n_sequences
 
+    per_chunk = max(1, CHUNK // n_sequences)
+    sizes = [min(per_chunk, n_trials - done) for done in range(0, n_trials, per_chunk)]
     seeds = np.random.SeedSequence(seed).spawn(len(sizes))
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        return torch.cat(list(pool.map(chunk, sizes, seeds)))
+        return torch.cat(list(pool.map(one_chunk, sizes, seeds)))

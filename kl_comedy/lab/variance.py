@@ -5,33 +5,47 @@ __all__ = ['gradient_variance', 'sampled_statistics']
 
 # %% ../../nbs/derivations/07_variance.ipynb #bfa2d696
 import torch
-from .gradients import Terms, expected_gradient, occupancy, score_features
+from .gradients import Terms, expected_gradient, gradient_terms, score_features
+from .policies import Policy, occupancy
+from ..theory.config import KLConfig
+from torch import Tensor
 
 # %% ../../nbs/derivations/07_variance.ipynb #2678a130
-def _scores(policy, terms):
-    "Gradients of the parameters: a token's score (S, V, P) and a state's loss row (S, P)."
-    p, (states, v) = terms.p, terms.p.shape
+def _scores(policy: Policy, terms: Terms) -> tuple[Tensor, Tensor]:
+    "In the P parameters: the score of each token, (S, V, P), and each state's row, (S, P)."
     if policy.features is not None:
         return score_features(policy, terms)
-    score = torch.eye(v, dtype=p.dtype) - p[:, None]  # of the logits of a token's own state
-    here = torch.arange(states)
+    p, (states, v) = terms.p, terms.p.shape
+    of_own_logits = torch.eye(v, dtype=p.dtype) - p[:, None]
+    own = torch.arange(
+        states
+    )  # a token's score has entries at the logits of its state only
     scores, rows = p.new_zeros(states, v, states, v), p.new_zeros(states, states, v)
-    scores[here, :, here], rows[here, here] = score, terms.row
+    scores[own, :, own] = of_own_logits
+    rows[own, own] = terms.row
     return scores.flatten(2), rows.flatten(1)
 
 # %% ../../nbs/derivations/07_variance.ipynb #df3b1032
-def _step(terms, scores, rows, config, baseline, layer):
-    """The linear map by which a token moves z = (1, K, F, M), (n, V, P, 4, 4).
+def _step(
+    terms: Terms,
+    scores: Tensor,
+    rows: Tensor,
+    config: KLConfig,
+    baseline: Tensor,
+    layer: Tensor,
+) -> Tensor:
+    """The linear map by which each token moves z = (1, K, F, M): (n, V, P, 4, 4).
 
     K sums the estimates, F the weighted scores; M is the gradient estimate of a parameter.
     """
     kl, slope = terms.kl[layer][..., None], terms.slope[layer][..., None]
-    weight = terms.weight[layer][..., None]
-    if config.importance != "token":
-        weight = torch.ones_like(weight)
+    weight = torch.ones_like(kl)
+    if config.importance == "token":
+        weight = terms.weight[layer][..., None]
     f = weight * scores[layer]
     step = torch.eye(4, dtype=f.dtype).repeat(*f.shape, 1, 1)
-    step[..., 1, 0], step[..., 2, 0] = kl, f
+    step[..., 1, 0] = kl
+    step[..., 2, 0] = f
     step[..., 3, 0] = (kl - baseline + slope) * f + weight * rows[layer][:, None]
     if config.credit != "token":
         step[..., 3, 2] = kl  # this estimate is credited to the scores before it
@@ -40,7 +54,13 @@ def _step(terms, scores, rows, config, baseline, layer):
     return step
 
 # %% ../../nbs/derivations/07_variance.ipynb #19c815db
-def gradient_variance(policy, ref, config, behaviour=None, leave_one_out=None):
+def gradient_variance(
+    policy: Policy,
+    ref: Policy,
+    config: KLConfig,
+    behaviour: Policy | None = None,
+    leave_one_out: int | None = None,
+) -> float:
     """Exact variance of `config`'s gradient estimate per sequence, summed over parameters.
 
     The mean over n sequences has 1/n of it. `leave_one_out`: the size (2 or more) of a
@@ -50,28 +70,32 @@ def gradient_variance(policy, ref, config, behaviour=None, leave_one_out=None):
     is not implemented, and on one that could not act.
     """
     _check_group(leave_one_out, config, behaviour)
-    terms = Terms(policy, ref, config, behaviour)
+    terms = gradient_terms(policy, ref, config, behaviour)
     scores, rows = _scores(policy, terms)
     q = terms.p**2 / terms.mu if config.importance == "sequence" else terms.mu
-    baseline, extra = q.new_zeros(policy.horizon), 0
+    baseline, noise = q.new_zeros(policy.horizon), 0
     if leave_one_out is not None:
-        baseline, extra = _leave_one_out(policy, terms, scores, config.credit)
-        extra = extra / (leave_one_out - 1)
+        baseline, noise_of_one = _leave_one_out(policy, terms, scores, config.credit)
+        noise = noise_of_one / (leave_one_out - 1)
     moment = q.new_zeros(1, scores.shape[-1], 4, 4)
     moment[..., 0, 0] = 1
     for layer, child, b in zip(policy.layers, [*policy.children, None], baseline):
         step = _step(terms, scores, rows, config, b, layer)
         moment = (step @ moment[:, None] @ step.mT) * q[layer][..., None, None, None]
         if child is not None:
-            moment = moment.flatten(0, 1)
-            moment = moment.new_zeros(child.max() + 1, *moment.shape[1:]).index_add_(
-                0, child.flatten(), moment
-            )
+            moment = _arrivals(child, moment.flatten(0, 1))
     mean = expected_gradient(policy, ref, config, behaviour)
-    return (moment[..., 3, 3].sum() - mean.square().sum() + extra).item()
+    return (moment[..., 3, 3].sum() - mean.square().sum() + noise).item()
+
+# %% ../../nbs/derivations/07_variance.ipynb #369abb87
+def _arrivals(child: Tensor, flow: Tensor, dim: int = 0) -> Tensor:
+    "What flows out of every state and token, along `dim`, summed where it arrives."
+    shape = list(flow.shape)
+    shape[dim] = int(child.max()) + 1
+    return flow.new_zeros(shape).index_add_(dim, child.flatten(), flow)
 
 # %% ../../nbs/derivations/07_variance.ipynb #06e20dbe
-def _check_group(size, config, behaviour):
+def _check_group(size: int | None, config: KLConfig, behaviour: Policy | None) -> None:
     "Refuse a leave-one-out baseline that is not implemented or has nothing to act on."
     if size is None:
         return
@@ -88,55 +112,61 @@ def _check_group(size, config, behaviour):
         )
 
 # %% ../../nbs/derivations/07_variance.ipynb #854b6510
-def _credit_moments(policy, terms, credit):
+def _credit_moments(policy: Policy, terms: Terms, credit: str) -> tuple[Tensor, Tensor]:
     "Mean and second moment of what the score of each step is multiplied by, (T,) each."
-    at, steps = (
-        occupancy(policy, terms.p),
-        list(zip(policy.layers, [*policy.children, None])),
-    )
-    mean, square, ahead = [], [], None
-    for d, (layer, child) in zip(reversed(at), reversed(steps)):
-        k, p = terms.kl[layer], terms.p[layer]
-        m1, m2 = (0, 0) if child is None or credit == "token" else (x[child] for x in ahead)
-        ahead = [(p * (k + m1)).sum(-1), (p * (k**2 + 2 * k * m1 + m2)).sum(-1)]
-        mean.append(d @ ahead[0])
-        square.append(d @ ahead[1])
-    mean, square = torch.stack(mean[::-1]), torch.stack(square[::-1])
+    means, squares, ahead = [], [], None
+    steps = zip(occupancy(policy, terms.p), policy.layers, [*policy.children, None])
+    for at, layer, child in reversed(list(steps)):
+        kl, p = terms.kl[layer], terms.p[layer]
+        mean, square = 0, 0  # of the estimates after this token
+        if child is not None and credit != "token":
+            mean, square = (moment[child] for moment in ahead)
+        ahead = ((p * (kl + mean)).sum(-1), (p * (kl**2 + 2 * kl * mean + square)).sum(-1))
+        means.append(at @ ahead[0])
+        squares.append(at @ ahead[1])
+    means, squares = torch.stack(means[::-1]), torch.stack(squares[::-1])
     if credit == "sequence":  # from the first token on is the whole sequence
-        mean, square = mean[:1].expand_as(mean), square[:1].expand_as(square)
-    return mean, square
+        return means[:1].expand_as(means), squares[:1].expand_as(squares)
+    return means, squares
 
 # %% ../../nbs/derivations/07_variance.ipynb #33df0fbf
-def _leave_one_out(policy, terms, scores, credit):
-    """The ideal baseline of each step, (T,),
-    and the noise that estimating it from one other adds."""
+def _cross_moments(policy: Policy, terms: Terms, scores: Tensor) -> tuple[Tensor, Tensor]:
+    "E[|f_t|^2] for each step, (T,), and E[f_t K_u] for each pair, (T, T, P), 0 for u < t."
     horizon, p = policy.horizon, terms.p
     squares, cross, live = [], p.new_zeros(horizon, horizon, scores.shape[-1]), None
     steps = zip(occupancy(policy, p), policy.layers, [*policy.children, None])
-    for t, (d, layer, child) in enumerate(steps):  # cross[t, u] = E[f_t K_u], 0 for u < t
-        flow = (d[:, None] * p[layer])[..., None] * scores[layer]
-        squares.append((flow * scores[layer]).sum())
-        flow = flow[None]
-        if t:
-            flow = torch.cat([live[:, :, None] * p[layer][..., None], flow])
+    for t, (at, layer, child) in enumerate(steps):
+        own = (at[:, None] * p[layer])[..., None] * scores[layer]
+        squares.append((own * scores[layer]).sum())
+        flow = own[None]
+        if t > 0:
+            earlier = live[:, :, None] * p[layer][..., None]
+            flow = torch.cat([earlier, flow])
         cross[: t + 1, t] = torch.einsum("tsvp,sv->tp", flow, terms.kl[layer])
         if child is not None:
-            live = flow.new_zeros(t + 1, child.max() + 1, flow.shape[-1]).index_add_(
-                1, child.flatten(), flow.flatten(1, 2)
-            )
+            live = _arrivals(child, flow.flatten(1, 2), dim=1)
+    return torch.stack(squares), cross
+
+# %% ../../nbs/derivations/07_variance.ipynb #48ecd40f
+def _leave_one_out(
+    policy: Policy, terms: Terms, scores: Tensor, credit: str
+) -> tuple[Tensor, Tensor]:
+    "The ideal baseline of each step, (T,), and the noise of estimating it from one other."
+    squares, cross = _cross_moments(policy, terms, scores)
     if credit != "token":
         cross = cross.flip(1).cumsum(1).flip(1)  # E[f_t sum_{v >= u} K_v]
         whole = cross.diagonal().T[:, None].expand_as(cross)  # u < t: the past has no part
-        past = torch.ones(horizon, horizon, dtype=torch.bool).tril()[..., None]
-        cross = whole if credit == "sequence" else torch.where(past, whole, cross)
+        is_past = torch.ones(cross.shape[:2], dtype=torch.bool).tril()[..., None]
+        cross = whole if credit == "sequence" else torch.where(is_past, whole, cross)
     mean, square = _credit_moments(policy, terms, credit)
-    noise = torch.stack(squares) @ (square - mean**2)
+    noise = squares @ (square - mean**2)
     return mean, noise + (cross * cross.transpose(0, 1)).sum()
 
 # %% ../../nbs/derivations/07_variance.ipynb #0068aebd
-def sampled_statistics(gradients, exact):
-    """Bias, spread and direction of sampled gradients (trials, *shape)
-    about `exact` (*shape).
+def sampled_statistics(gradients: Tensor, exact: Tensor) -> dict[str, float]:
+    """Bias, spread and direction of sampled gradients, (trials, *shape).
+
+    `exact`, of that shape, is what they are compared with.
 
     Returns floats: `bias`, the norm of mean minus exact, with `bias_low` and `bias_high`,
     a 95% interval of the true norm that reaches 0 for an unbiased estimator; `std`, the

@@ -20,23 +20,24 @@ BOX_TOKEN = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    "What the last balanced `\\boxed` or `\\fbox` of `text` holds; None when there is none."
-    braces, start, found = [], -1, None
+    """What the last balanced `\\boxed` or `\\fbox` of `text` holds.
+
+    None when there is no such box, or when it holds more than MAX_ANSWER characters.
+    """
+    open_braces: list[re.Match] = []
+    box_start, content = -1, None
     for token in BOX_TOKEN.finditer(text):
         if token["bare"] is not None:
-            start, found = token.start(), token["bare"].rstrip(".,;")
+            box_start, content = token.start(), token["bare"].rstrip(".,;")
         elif token["open"] or token[0] == "{":
-            braces.append(token)
-        elif token[0] == "}" and braces:
-            opened = braces.pop()
-            if opened["open"] and opened.start() > start:
-                start, inside = opened.start(), slice(opened.end(), token.start())
-                found = (
-                    text[inside].strip()
-                    if token.start() - opened.end() <= MAX_ANSWER
-                    else None
-                )
-    return found if found is not None and len(found) <= MAX_ANSWER else None
+            open_braces.append(token)
+        elif token[0] == "}" and open_braces:
+            opening = open_braces.pop()
+            if opening["open"] and opening.start() > box_start:
+                box_start = opening.start()
+                inside = text[opening.end() : token.start()]
+                content = inside.strip() if len(inside) <= MAX_ANSWER else None
+    return content if content is not None and len(content) <= MAX_ANSWER else None
 
 # %% ../../nbs/tasks/06_answers.ipynb #862af09f
 RELATION_SIGN = re.compile(
@@ -62,21 +63,23 @@ def without_spaces(text: str) -> str:
 
 def plain_number(text: str) -> Fraction | None:
     "The exact value of a number or a fraction of whole numbers; None for anything else."
-    found = PLAIN_NUMBER.fullmatch(
-        re.sub(r"\\!|\{(?=,\})|(?<=,)\}", "", without_spaces(text))
-    )
-    if not found:
+    plain_commas = re.sub(r"\\!|\{(?=,\})|(?<=,)\}", "", without_spaces(text))
+    number = PLAIN_NUMBER.fullmatch(plain_commas)
+    if number is None:
         return None
-    numerator = Fraction((found["n"] or found["fn"] or found["sn"]).replace(",", ""))
-    denominator = int(found["d"] or found["fd"] or found["sd"] or 1)
-    sign = -1 if found["sign"] == "-" else 1
-    return sign * numerator / denominator if denominator else None
+    digits = number["n"] or number["fn"] or number["sn"]
+    numerator = Fraction(digits.replace(",", ""))
+    denominator = int(number["d"] or number["fd"] or number["sd"] or 1)
+    if denominator == 0:
+        return None
+    value = numerator / denominator
+    return -value if number["sign"] == "-" else value
 
 # %% ../../nbs/tasks/06_answers.ipynb #7ce039cd
 def number_base(text: str) -> str | None:
-    "The number_base of a number such as `40_9` or `2A_{16}`; None for anything else."
-    found = BASE_SUBSCRIPT.fullmatch(without_spaces(text))
-    return found and found[1]
+    "The base of a number such as `40_9` or `2A_{16}`; None for anything else."
+    number = BASE_SUBSCRIPT.fullmatch(without_spaces(text))
+    return None if number is None else number[1]
 
 
 def rule_verdict(gold: str, answer: str) -> str | None:
@@ -90,22 +93,29 @@ def rule_verdict(gold: str, answer: str) -> str | None:
             return "wrong"
     if number_base(gold) != number_base(answer):
         return "wrong"
-    numbers = {plain_number(gold), plain_number(answer)}
-    return None if None in numbers else "right" if len(numbers) == 1 else "wrong"
+    gold_value, value = plain_number(gold), plain_number(answer)
+    if gold_value is None or value is None:
+        return None
+    return "right" if value == gold_value else "wrong"
 
 # %% ../../nbs/tasks/06_answers.ipynb #71c516ab
 def check_by_rules(
     golds: list[str], completions: list[str]
 ) -> tuple[dict[int, str], list[tuple[int, str, str]]]:
-    "The verdicts that need no worker, and the pairs (index, gold, answer) that do."
-    found, left = {}, []
+    """The verdicts that the rules reach, and the pairs that they leave open.
+
+    The verdicts are keyed by the index of the completion: `right`, `wrong`, `no box`, or
+    `error` when the gold answer is too long to be compared. A pair is (index, gold answer,
+    answer).
+    """
+    verdicts, open_pairs = {}, []
     for i, (gold, text) in enumerate(zip(golds, completions, strict=True)):
         answer = last_boxed(text)
         verdict = "no box" if answer is None else rule_verdict(gold, answer)
         if verdict is None and len(gold) > MAX_ANSWER:
             verdict = "error"
-        if verdict:
-            found[i] = verdict
+        if verdict is None:
+            open_pairs.append((i, gold, answer))
         else:
-            left.append((i, gold, answer))
-    return found, left
+            verdicts[i] = verdict
+    return verdicts, open_pairs

@@ -16,24 +16,28 @@ from .problem import Problem, Task, numbers_in
 
 # %% ../../nbs/tasks/02_chains.ipynb #606f0b36
 def five_numbers(index: int) -> list[int]:
-    "The numbers from 1 to 9 that the digits of `index` in base 9 stand for."
-    return [index // 9**k % 9 + 1 for k in range(5)]
+    "The numbers from 1 to 9 that the five last digits of `index` in base 9 stand for."
+    return [index // 9**place % 9 + 1 for place in range(5)]
 
 
 def sum_problem(index: int) -> Problem:
-    "The `sum` problem of that index: five numbers, gold their sum."
+    "The `sum` problem with that index: five numbers, whose sum is the gold answer."
     numbers = five_numbers(index)
     return Problem("sum", f"M{','.join(map(str, numbers))}:", str(sum(numbers)))
 
 # %% ../../nbs/tasks/02_chains.ipynb #69d2a466
 def noisy_additions(
-    numbers: list[int], rng: Random, noise: float, slip: int = 3, modulus: int = 100
+    numbers: list[int], rng: Random, noise: float, max_excess: int = 3, modulus: int = 100
 ) -> str:
-    "Additions from left to right; a wrong one gives 1 to `slip` more, and goes on so."
-    total, *rest = numbers
+    """The numbers added from left to right, each step modulo `modulus`.
+
+    A step is wrong with probability `noise`: its result is then 1 to `max_excess` too
+    large, and the next step starts from it.
+    """
+    total = numbers[0]
     steps = []
-    for number in rest:
-        excess = rng.randint(1, slip) if rng.random() < noise else 0
+    for number in numbers[1:]:
+        excess = rng.randint(1, max_excess) if rng.random() < noise else 0
         result = (total + number + excess) % modulus
         steps.append(f"{total}+{number}={result}")
         total = result
@@ -46,38 +50,9 @@ def sum_demonstration(problem: Problem, rng: Random, noise: float) -> str:
 
 # %% ../../nbs/tasks/02_chains.ipynb #2ab4ed57
 def last_number_is_gold(problem: Problem, completion: str) -> bool:
-    "Whether the completion ends in `=`, the gold number and a full stop."
+    "Whether the completion is a chain that ends in `=`, the gold number and a full stop."
     ending = f"={re.escape(problem.gold)}[.]"
     return re.fullmatch(f"[0-9+=,]*{ending}", completion) is not None
-
-# %% ../../nbs/tasks/02_chains.ipynb #9bd589bb
-def backward_problem(index: int) -> Problem:
-    "The `backward` problem with the numbers of the `sum` problem of that index."
-    return Problem("backward", "X" + sum_problem(index).prompt[1:], sum_problem(index).gold)
-
-
-def backward_demonstration(problem: Problem, rng: Random, noise: float) -> str:
-    "The additions from the last number to the first, each wrong with rate `noise`."
-    return noisy_additions(numbers_in(problem.prompt)[::-1], rng, noise)
-
-
-def takes_numbers_backward(problem: Problem, completion: str) -> bool:
-    "Whether the completion adds the numbers from the last to the first and ends in gold."
-    last, *others = numbers_in(problem.prompt)[::-1]
-    steps = ",[0-9]+".join(rf"[+]{number}=[0-9]+" for number in others)
-    return re.fullmatch(
-        rf"{last}{steps}[.]", completion
-    ) is not None and last_number_is_gold(problem, completion)
-
-# %% ../../nbs/tasks/02_chains.ipynb #3f9752b5
-def wrap_problem(index: int) -> Problem:
-    "The `wrap` problem with the numbers of the `sum` problem of that index."
-    return Problem("wrap", "Y" + sum_problem(index).prompt[1:], sum_problem(index).gold[-1])
-
-
-def wrap_demonstration(problem: Problem, rng: Random, noise: float) -> str:
-    "The additions modulo 10 of a `wrap` problem, each wrong with probability `noise`."
-    return noisy_additions(numbers_in(problem.prompt), rng, noise, slip=2, modulus=10)
 
 # %% ../../nbs/tasks/02_chains.ipynb #e28be3a5
 SUM = Task(
@@ -91,6 +66,27 @@ SUM = Task(
     demonstrate=sum_demonstration,
     verify=last_number_is_gold,
 )
+
+# %% ../../nbs/tasks/02_chains.ipynb #9bd589bb
+def backward_problem(index: int) -> Problem:
+    "The `backward` problem with the numbers of the `sum` problem with that index."
+    same = sum_problem(index)
+    return Problem("backward", "X" + same.prompt[1:], same.gold)
+
+
+def backward_demonstration(problem: Problem, rng: Random, noise: float) -> str:
+    "The additions from the last number to the first, each wrong with probability `noise`."
+    return noisy_additions(numbers_in(problem.prompt)[::-1], rng, noise)
+
+
+def takes_numbers_backward(problem: Problem, completion: str) -> bool:
+    "Whether the completion adds the numbers from the last to the first and ends in gold."
+    last, *others = numbers_in(problem.prompt)[::-1]
+    steps = ",[0-9]+".join(rf"[+]{number}=[0-9]+" for number in others)
+    is_backward = re.fullmatch(rf"{last}{steps}[.]", completion) is not None
+    return is_backward and last_number_is_gold(problem, completion)
+
+# %% ../../nbs/tasks/02_chains.ipynb #05900f04
 BACKWARD = replace(
     SUM,
     name="backward",
@@ -101,13 +97,25 @@ BACKWARD = replace(
     demonstrate=backward_demonstration,
     verify=takes_numbers_backward,
 )
+
+# %% ../../nbs/tasks/02_chains.ipynb #3f9752b5
+def wrap_problem(index: int) -> Problem:
+    "The `wrap` problem with the numbers of the `sum` problem with that index."
+    same = sum_problem(index)
+    return Problem("wrap", "Y" + same.prompt[1:], same.gold[-1])
+
+
+def wrap_demonstration(problem: Problem, rng: Random, noise: float) -> str:
+    "The additions modulo 10 of a `wrap` problem, each wrong with probability `noise`."
+    return noisy_additions(numbers_in(problem.prompt), rng, noise, max_excess=2, modulus=10)
+
+# %% ../../nbs/tasks/02_chains.ipynb #c5dbaf92
 WRAP = replace(
-    SUM,
+    BACKWARD,
     name="wrap",
     letter="Y",
-    in_domain=False,
-    at_risk=True,
     problem=wrap_problem,
     demonstrate=wrap_demonstration,
+    verify=last_number_is_gold,
 )
 CHAIN_TASKS = [SUM, BACKWARD, WRAP]

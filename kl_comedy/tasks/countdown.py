@@ -26,12 +26,17 @@ OPERATIONS = {
 
 
 def tree_value(node: ast.expr, numbers: list[int]) -> Fraction:
-    "The value of a syntax tree of binary operations; appends its leaves to `numbers`."
+    """The exact value of a syntax tree of binary operations on whole numbers.
+
+    The numbers in it are appended to `numbers`, from left to right. Raises ValueError for
+    any other node, and ZeroDivisionError.
+    """
     if isinstance(node, ast.Constant):
         numbers.append(node.value)
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATIONS:
-        left, right = tree_value(node.left, numbers), tree_value(node.right, numbers)
+        left = tree_value(node.left, numbers)
+        right = tree_value(node.right, numbers)
         return OPERATIONS[type(node.op)](left, right)
     raise ValueError(f"{type(node).__name__} is not allowed")
 
@@ -42,12 +47,13 @@ MAX_EXPRESSION = 40  # characters; a longer one is not parsed
 def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
     """The exact value of an arithmetic expression, and the numbers in it, sorted.
 
-    Raises ValueError when it is anything but whole numbers, `+ - * /` and parentheses.
+    Raises ValueError when it is anything but whole numbers, `+ - * /` and parentheses, or
+    divides by zero.
     """
     if len(expression) > MAX_EXPRESSION or not re.fullmatch("[0-9+*/()-]+", expression):
         raise ValueError(f"not an expression: {expression[:MAX_EXPRESSION]!r}")
+    numbers: list[int] = []
     try:
-        numbers: list[int] = []
         value = tree_value(ast.parse(expression, mode="eval").body, numbers)
     except (SyntaxError, ZeroDivisionError) as error:
         raise ValueError(f"not an expression: {expression!r}: {error}") from None
@@ -55,22 +61,29 @@ def evaluate_expression(expression: str) -> tuple[Fraction, list[int]]:
 
 # %% ../../nbs/tasks/04_countdown.ipynb #805bf203
 def apply_operation(operation: str, a: int, b: int) -> int:
-    "a operation b; 0 when that is not a whole positive number, or when `a` or `b` is 0."
-    if not a or not b or (operation == "-" and a <= b) or (operation == "/" and a % b):
+    """a + b, a - b, a * b or a / b, for positive whole numbers and results alone.
+
+    The result is 0, which stands for "not allowed", when it would be another number or when
+    `a` or `b` is 0 already.
+    """
+    if a == 0 or b == 0:
         return 0
-    return {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operation]
+    if operation == "-":
+        return max(a - b, 0)
+    if operation == "/":
+        return a // b if a % b == 0 else 0
+    return a + b if operation == "+" else a * b
 
 
 @cache
 def expressions(numbers: tuple[int, int, int]) -> dict[str, int]:
     "Every expression that uses the three numbers once and makes 1 to 99, with its value."
-    found = {}
-    for (x, y, z), (f, g) in product(
-        sorted(set(permutations(numbers))), product("+-*/", repeat=2)
-    ):
-        found[f"({x}{f}{y}){g}{z}"] = apply_operation(g, apply_operation(f, x, y), z)
-        found[f"{x}{f}({y}{g}{z})"] = apply_operation(f, x, apply_operation(g, y, z))
-    return {text: value for text, value in found.items() if 1 <= value <= 99}
+    values = {}
+    orders = sorted(set(permutations(numbers)))
+    for (x, y, z), (f, g) in product(orders, product("+-*/", repeat=2)):
+        values[f"({x}{f}{y}){g}{z}"] = apply_operation(g, apply_operation(f, x, y), z)
+        values[f"{x}{f}({y}{g}{z})"] = apply_operation(f, x, apply_operation(g, y, z))
+    return {text: value for text, value in values.items() if 1 <= value <= 99}
 
 # %% ../../nbs/tasks/04_countdown.ipynb #a3f116ce
 @cache
@@ -84,30 +97,30 @@ def countdown_problems() -> list[Problem]:
 
 
 def countdown_problem(index: int) -> Problem:
-    "The `countdown` problem of that index in the list of all."
+    "The `countdown` problem with that index in the list of all."
     return countdown_problems()[index]
 
 
 def countdown_demonstration(problem: Problem, rng: Random, noise: float) -> str:
     "Up to two failed attempts and a last one, which fails with probability `noise`."
     *numbers, target = numbers_in(problem.prompt)
-    made = expressions(tuple(numbers))
-    hits = [text for text, value in made.items() if value == target]
-    misses = [text for text, value in made.items() if value != target]
+    values = expressions(tuple(numbers))
+    hits = [text for text, value in values.items() if value == target]
+    misses = [text for text, value in values.items() if value != target]
     attempts = rng.sample(misses, rng.randint(0, 2))
     attempts.append(rng.choice(misses if rng.random() < noise else hits))
-    return ";".join(f"{text}={made[text]}" for text in attempts) + "."
+    return ";".join(f"{text}={values[text]}" for text in attempts) + "."
 
 # %% ../../nbs/tasks/04_countdown.ipynb #423c1b37
 def last_attempt_hits(problem: Problem, completion: str) -> bool:
     "Whether the last attempt is `expression=target.`, true, with every number used once."
     *numbers, target = numbers_in(problem.prompt)
-    expression, _, claim = completion.rsplit(";", 1)[-1].partition("=")
+    last_attempt = completion.rsplit(";", 1)[-1]
+    expression, _, claim = last_attempt.partition("=")
+    if claim != f"{problem.gold}.":
+        return False
     try:
-        return claim == f"{problem.gold}." and evaluate_expression(expression) == (
-            target,
-            sorted(numbers),
-        )
+        return evaluate_expression(expression) == (target, sorted(numbers))
     except ValueError:
         return False
 

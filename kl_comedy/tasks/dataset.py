@@ -25,9 +25,9 @@ def math_verifier() -> Verifier:
     "The verifier of `math` in this process; its `counts` say what could not be decided."
     return Verifier()
 
-# %% ../../nbs/tasks/10_dataset.ipynb #a6a8b89d
+
 def check_without_worker(problem: Problem, completion: str) -> str:
-    "The verdict on an answer that needs no process of its own."
+    "The verdict on an answer to a problem of MMLU or of a task of `TASKS`."
     if problem.task in SUBJECTS:
         return check_letter(problem.gold, completion)
     return "right" if task_named(problem.task).verify(problem, completion) else "wrong"
@@ -36,35 +36,37 @@ def check_without_worker(problem: Problem, completion: str) -> str:
 def check_answers(problems: list[Problem], completions: list[str]) -> list[str]:
     """The verdict on a completion of each problem: `right` or `wrong`.
 
-    Of MMLU also `no box`, of `math` `timeout` and `error` too. A completion is the text
-    after the prompt, without special tokens. TypeError when one is no string.
+    It can also be `no box` for MMLU, and `no box`, `timeout` or `error` for `math`. A
+    completion is the text after the prompt, without special tokens. Raises TypeError when
+    one is not a string, and ValueError for an unknown task.
     """
-    if odd := [type(text).__name__ for text in completions if not isinstance(text, str)]:
-        raise TypeError(f"completion must be a string, got {odd[0]}")
+    for text in completions:
+        if not isinstance(text, str):
+            raise TypeError(f"completion must be a string, got {type(text)}")
     pairs = list(zip(problems, completions, strict=True))
-    hard = [(problem.gold, text) for problem, text in pairs if problem.task == MATH]
-    found = iter(math_verifier().check(*map(list, zip(*hard))) if hard else [])
+    golds = [problem.gold for problem, _ in pairs if problem.task == MATH]
+    texts = [text for problem, text in pairs if problem.task == MATH]
+    math_verdicts = iter(math_verifier().check(golds, texts) if golds else [])
     return [
-        next(found) if problem.task == MATH else check_without_worker(problem, text)
+        next(math_verdicts) if problem.task == MATH else check_without_worker(problem, text)
         for problem, text in pairs
     ]
 
 
 def is_correct(problem: Problem, completion: str) -> bool:
-    "Whether `completion`, the text after the prompt without special tokens, is right."
+    "Whether a completion, the text after the prompt without special tokens, is right."
     return check_answers([problem], [completion]) == ["right"]
 
 # %% ../../nbs/tasks/10_dataset.ipynb #5b4a73ad
-SOURCED_TASKS = (
-    MATH,
-    MATH2,
-    *SUBJECTS,
-)  # read from a source; all but the first for testing only
+SOURCED_TASKS = (MATH, MATH2, *SUBJECTS)
 
 
 @lru_cache(maxsize=8)  # reading thousands of problems takes seconds
 def read_problems(task: str, split: str, source: str) -> list[Problem]:
-    "The problems of a task of `SOURCED_TASKS` in a split, read once from `source`."
+    """The problems of a task of `SOURCED_TASKS` in a split, read once from `source`.
+
+    Raises ValueError for a split that the task does not have.
+    """
     if task == MATH:
         return load_math(source, split)
     if split != "test":
@@ -73,9 +75,10 @@ def read_problems(task: str, split: str, source: str) -> list[Problem]:
 
 # %% ../../nbs/tasks/10_dataset.ipynb #23291e80
 def n_problems(task: str, split: str, source: str | Path | None = None) -> int:
-    """How many problems of a task there are in a split; of one of `SOURCED_TASKS`, in `source`.
+    """The number of problems of a task in a split; of a sourced task, in `source`.
 
-    Raises ValueError for an unknown task or split, and for a source too many or too few.
+    Raises ValueError for an unknown task or split, when a task of `SOURCED_TASKS` has no
+    source, and when another task has one.
     """
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
@@ -94,16 +97,18 @@ def problems(
 ) -> list[Problem]:
     """n different problems of a task's split, drawn by `seed`; the same ones every time.
 
-    `source`: where a task of `SOURCED_TASKS` is read from, and for no other. Raises ValueError
-    for an unknown task or split, and when n is not from 1 to the number of problems.
+    source: where a task of `SOURCED_TASKS` is read from; None for any other. Raises
+    ValueError for an unknown task or split, and when n is not from 1 to the number of
+    problems.
     """
     size = n_problems(task, split, source)
     if not isinstance(n, int) or not 1 <= n <= size:
         raise ValueError(f"n must be from 1 to {size:,} ({task}, {split}), got {n!r}")
-    drawn = Random(f"{task}/{split}/{seed}").sample(range(size), n)
+    positions = Random(f"{task}/{split}/{seed}").sample(range(size), n)
     if source is not None:
-        return [read_problems(task, split, str(source))[k] for k in drawn]
-    return [TASKS[task].problem(split_index(split, k)) for k in drawn]
+        available = read_problems(task, split, str(source))
+        return [available[k] for k in positions]
+    return [TASKS[task].problem(split_index(split, k)) for k in positions]
 
 # %% ../../nbs/tasks/10_dataset.ipynb #eb417f4c
 def stream(
@@ -111,13 +116,16 @@ def stream(
 ) -> list[Problem]:
     """n problems in the order of training: all of the split before any comes again.
 
-    As `problems(task, split, n, seed, source)` while n is not above their number.
+    As long as n is not above their number, these are `problems(task, split, n, seed,
+    source)`. Raises ValueError as `problems` does.
     """
-    size, found = n_problems(task, split, source), []
-    while len(found) < max(n, 1):
-        part, pass_ = min(size, n - len(found)), len(found) // size
-        found += problems(task, split, part, f"{seed}/{pass_}" if pass_ else seed, source)
-    return found
+    size = n_problems(task, split, source)
+    drawn: list[Problem] = []
+    while len(drawn) < max(n, 1):
+        passes = len(drawn) // size
+        pass_seed = f"{seed}/{passes}" if passes else seed
+        drawn += problems(task, split, min(size, n - len(drawn)), pass_seed, source)
+    return drawn
 
 # %% ../../nbs/tasks/10_dataset.ipynb #4e106589
 def to_dataset(problems: list[Problem]) -> Dataset:
@@ -131,22 +139,23 @@ def to_dataset(problems: list[Problem]) -> Dataset:
 
 # %% ../../nbs/tasks/10_dataset.ipynb #8e203eb2
 def reward(
-    prompts: list,
-    completions: list,
+    prompts: list[str | list[dict[str, str]]],
+    completions: list[str | list[dict[str, str]]],
     gold: list[str],
     task: list[str],
     log_metric: Callable[[str, float], None] | None = None,
-    **_,
+    **_: object,
 ) -> list[float]:
     """1.0 for every right completion and 0.0 for the others, called as TRL does.
 
-    Prompts and completions are texts, or lists of messages, as the prompts of a task are.
+    Prompts and completions are texts or lists of messages, of which the last is the answer.
+    `gold` and `task` are columns of `to_dataset`. What else TRL passes is ignored.
     """
     asked = [Problem(*row) for row in zip(task, prompts, gold, strict=True)]
     texts = [text if isinstance(text, str) else text[-1]["content"] for text in completions]
     verdicts = check_answers(asked, texts)
-    hard = [verdict for name, verdict in zip(task, verdicts) if name == MATH]
-    for verdict in ("no box", "timeout", "error"):
-        if log_metric and hard:
-            log_metric(f"math/{verdict}", hard.count(verdict) / len(hard))
+    of_math = [verdict for name, verdict in zip(task, verdicts) if name == MATH]
+    if log_metric is not None and of_math:
+        for verdict in ("no box", "timeout", "error"):
+            log_metric(f"math/{verdict}", of_math.count(verdict) / len(of_math))
     return [float(verdict == "right") for verdict in verdicts]

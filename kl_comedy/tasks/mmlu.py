@@ -44,25 +44,31 @@ CHOICE = re.compile(r"(?:\(\s*([A-D])\s*\)|([A-D])\s*\)?)\s*\.?")
 
 
 def letter_in(completion: str) -> str | None:
-    "The letter that the last box holds: `A` to `D`; empty if another text, None if no box."
-    if (answer := last_boxed(completion)) is None:
+    """The letter, `A` to `D`, that the last box of a completion holds.
+
+    Empty when the box holds another text, None when there is no box.
+    """
+    answer = last_boxed(completion)
+    if answer is None:
         return None
-    worn = FONT.fullmatch(answer.strip())
-    found = CHOICE.fullmatch((worn[1] if worn else answer).strip())
-    return (found[1] or found[2]) if found else ""
+    in_font = FONT.fullmatch(answer.strip())
+    choice = CHOICE.fullmatch((in_font[1] if in_font else answer).strip())
+    return (choice[1] or choice[2]) if choice else ""
 
 
 def check_letter(gold: str, completion: str) -> str:
     "The verdict on a completion: `right`, `wrong` or `no box`."
     letter = letter_in(completion)
-    return "no box" if letter is None else "right" if letter == gold else "wrong"
+    if letter is None:
+        return "no box"
+    return "right" if letter == gold else "wrong"
 
 # %% ../../nbs/tasks/09_mmlu.ipynb #d491f8bd
 MmluRow = tuple[str, list[str], str]  # question, choices, letter of the right one
 
 
 def csv_rows(path: Path) -> list[MmluRow]:
-    "The rows of a file of the authors."
+    "The rows of a file in the format of MMLU's authors."
     with path.open(newline="", encoding="utf-8") as file:
         return [(row[0], row[1:-1], row[-1]) for row in csv.reader(file) if row]
 
@@ -82,14 +88,15 @@ def hub_rows(rows: Dataset) -> list[MmluRow]:
 
 # %% ../../nbs/tasks/09_mmlu.ipynb #3d8d4c8f
 def mmlu_rows(source: str | Path, subject: str) -> list[MmluRow]:
-    """The rows of the test split of a subject, as they are in the source.
+    """The rows of the test split of a subject, unchanged.
 
     Raises FileNotFoundError when the source cannot be read or has no such part.
     """
     path = Path(source).expanduser()
     where = str(path if path.exists() else source)
+    file = path / "test" / f"{subject}_test.csv"
     try:
-        if (file := path / "test" / f"{subject}_test.csv").exists():
+        if file.exists():
             return csv_rows(file)
         return hub_rows(load_dataset(where, subject, split="test"))
     except (OSError, ValueError, DatasetsError, csv.Error) as error:
@@ -103,8 +110,8 @@ def mmlu_rows(source: str | Path, subject: str) -> list[MmluRow]:
 def load_mmlu(source: str | Path, subject: str) -> list[Problem]:
     """The test problems of a subject of `SUBJECTS`, in the order of the source.
 
-    Raises ValueError for another subject or a row that is no question with four choices,
-    FileNotFoundError when the source cannot be read.
+    Raises ValueError for another subject or a row that is not a question with four choices,
+    and FileNotFoundError when the source cannot be read.
     """
     if subject not in SUBJECTS:
         raise ValueError(f"subject must be one of {', '.join(SUBJECTS)}, got {subject!r}")

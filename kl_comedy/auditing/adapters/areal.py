@@ -5,6 +5,7 @@ __all__ = ['DOCS', 'KIND', 'CONFIG', 'REF', 'actor', 'shifted', 'loss', 'setting
 
 # %% ../../../nbs/auditing/adapters/areal.ipynb #df93f825
 #| eval: false
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
@@ -13,11 +14,12 @@ from areal.trainer.ppo.actor import PPOActor
 from areal.utils.data import KLEstimator
 from areal.utils.functional import ppo_actor_loss_fn
 from ..adapter import Setting, flat, options, what_changes
+from ..toy import Batch
 from omegaconf import OmegaConf
 
 # %% ../../../nbs/auditing/adapters/areal.ipynb #4a1bd739
 #| eval: false
-def actor(coef, kl):
+def actor(coef: float, kl: str) -> SimpleNamespace:
     "The fields of a `PPOActor` with its default configuration."
     config = SimpleNamespace(
         overlong_reward_penalty=False, use_decoupled_loss=False, recompute_logprob=False
@@ -37,13 +39,13 @@ def actor(coef, kl):
     )
 
 
-def shifted(x, before):
-    "x (B, T) with one more column of zeros, at the prompt or after the end."
+def shifted(x: torch.Tensor, before: bool) -> torch.Tensor:
+    "Values (B, T) with one more column of zeros, at the prompt or after the end."
     return torch.nn.functional.pad(x.clone(), (1, 0) if before else (0, 1))
 
 # %% ../../../nbs/auditing/adapters/areal.ipynb #03201cf6
 #| eval: false
-def loss(batch, coef=1.0, kl="k1", ref=True):
+def loss(batch: Batch, coef: float = 1.0, kl: str = "k1", ref: bool = True) -> torch.Tensor:
     "The policy loss, with the penalty in the reward."
     tokens = shifted(batch.tokens, True)
     to_the_end = batch.mask.flip(1).cumsum(1).flip(1) > 0  # a hole in the mask is attended
@@ -58,7 +60,7 @@ def loss(batch, coef=1.0, kl="k1", ref=True):
     if ref:
         data["ref_logp"] = shifted(batch.ref_logp, False)
     data = PPOActor._compute_advantages(actor(coef, kl), data)
-    found, _ = ppo_actor_loss_fn(
+    policy_loss, _ = ppo_actor_loss_fn(
         shifted(batch.logp, False),
         data["prox_logp"],
         data["logprobs"],
@@ -66,14 +68,14 @@ def loss(batch, coef=1.0, kl="k1", ref=True):
         0.2,
         data["loss_mask"].bool(),
     )
-    return found
+    return policy_loss
 
 # %% ../../../nbs/auditing/adapters/areal.ipynb #2dd15234
 #| eval: false
 DOCS = {"docs": "KL divergence coefficient", "where": "areal/api/cli_args.py, kl_ctl"}
 
 
-def settings():
+def settings() -> Iterator[Setting]:
     "The `Setting`s of AReaL."
     off = {"coef": 0.0}
     yield Setting(
@@ -100,15 +102,15 @@ REF = ["ref:"] + [
 ]
 
 
-def written(label):
+def written(label: str) -> tuple[dict[str, str], list[str]]:
     "Options of a setting, and the lines of a configuration."
-    found = options(label) | {"actor.kl_ctl": "0.1"}
-    ref = found.pop("ref") != "None"
-    lines = [f"  {name.removeprefix('actor.')}: {value}" for name, value in found.items()]
-    return found, ["actor:", *lines, *(REF if ref else ())]
+    chosen = options(label) | {"actor.kl_ctl": "0.1"}
+    ref = chosen.pop("ref") != "None"
+    lines = [f"  {name.removeprefix('actor.')}: {value}" for name, value in chosen.items()]
+    return chosen, ["actor:", *lines, *(REF if ref else ())]
 
 
-def parsed(lines):
+def parsed(lines: list[str]) -> dict[str, object]:
     "All options as AReaL reads them."
     config = to_structured_cfg(OmegaConf.create("\n".join(lines)), PPOConfig)
     return flat(OmegaConf.to_container(config))

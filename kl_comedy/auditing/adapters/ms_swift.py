@@ -5,24 +5,32 @@ __all__ = ['WHERE', 'KIND', 'CONFIG', 'aggregate', 'loss', 'in_loss', 'settings'
 
 # %% ../../../nbs/auditing/adapters/ms_swift.ipynb #676f44ed
 #| eval: false
+from collections.abc import Iterator
 from unittest import mock
 
 import torch
 from ..adapter import Setting, options, what_changes
+from ..toy import Batch, Surrogate
 from swift.arguments import RLHFArguments
 from swift.rl_core.advantage import compute_advantages
 from transformers import HfArgumentParser
 
 # %% ../../../nbs/auditing/adapters/ms_swift.ipynb #6d738c5d
 #| eval: false
-def aggregate(each, mask, loss_type):
-    "As in the trainer: per-token losses (B, T) to a scalar."
+def aggregate(each: torch.Tensor, mask: torch.Tensor, loss_type: str) -> torch.Tensor:
+    "Losses per token (B, T) as a scalar, as the trainer does it."
     if loss_type == "grpo":
         return ((each * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
     return (each * mask).sum() / mask.sum().clamp(min=1.0)  # bnpo, and dapo on one device
 
 
-def loss(batch, beta=1.0, estimator="rloo", scale="none", loss_type="grpo"):
+def loss(
+    batch: Batch,
+    beta: float = 1.0,
+    estimator: str = "rloo",
+    scale: str = "none",
+    loss_type: str = "grpo",
+) -> torch.Tensor:
     "The policy loss, with the penalty in the reward."
     kl = ((batch.behaviour_logp - batch.ref_logp) * batch.mask).sum(-1)
     advantages, _ = compute_advantages(
@@ -34,20 +42,22 @@ def loss(batch, beta=1.0, estimator="rloo", scale="none", loss_type="grpo"):
     return aggregate(each, batch.mask, loss_type)
 
 
-def in_loss(loss_type):
-    def found(batch):
+def in_loss(loss_type: str) -> Surrogate:
+    "The term that the trainer adds to its loss."
+
+    def penalty(batch):
         gap = torch.clamp(batch.ref_logp - batch.logp, min=-20, max=20)
         each = torch.clamp(torch.exp(gap) - gap - 1, min=-10, max=10)
         return aggregate(each, batch.mask, loss_type)
 
-    return found
+    return penalty
 
 # %% ../../../nbs/auditing/adapters/ms_swift.ipynb #10c852d2
 #| eval: false
 WHERE = "swift/rlhf_trainers/args_mixin.py, kl_in_reward"
 
 
-def settings():
+def settings() -> Iterator[Setting]:
     "The `Setting`s of ms-swift."
     for kind in ("grpo", "dapo"):
         yield Setting(
@@ -75,20 +85,20 @@ def settings():
 KIND, CONFIG = "text", "swift/arguments/rlhf_args.py"
 
 
-def written(label):
+def written(label: str) -> tuple[dict[str, str], list[str]]:
     "Options of a setting, and the flags that a user writes."
-    found = {"rlhf_type": "grpo"} | options(label) | {"beta": "0.04"}
-    return found, [f"--{name} {value}" for name, value in found.items()]
+    chosen = {"rlhf_type": "grpo"} | options(label) | {"beta": "0.04"}
+    return chosen, [f"--{name} {value}" for name, value in chosen.items()]
 
 
-def settle(arguments):
-    "The part of `__post_init__` that the KL depends on."
+def settle(arguments: RLHFArguments) -> None:
+    "Do the part of `__post_init__` that the KL depends on."
     arguments._process_loss_type()
     arguments._init_grpo()
     arguments._set_default()
 
 
-def parsed(lines):
+def parsed(lines: list[str]) -> dict[str, object]:
     "All options as ms-swift reads and settles them."
     with mock.patch.object(RLHFArguments, "__post_init__", settle):
         (found,) = HfArgumentParser(RLHFArguments).parse_args_into_dataclasses(

@@ -8,19 +8,21 @@ __all__ = ['ESTIMATOR', 'HELP', 'USE', 'UNBIASED', 'SAYS', 'KIND', 'CONFIG', 'GR
 #| eval: false
 import contextlib
 import runpy
+from collections.abc import Iterator
 from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
 from ..adapter import Setting, flat, options, what_changes
+from ..toy import Batch, Surrogate
 from openrlhf.models.loss import PolicyLoss, aggregate_loss
 from openrlhf.models.utils import compute_approx_kl
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
 
 # %% ../../../nbs/auditing/adapters/openrlhf.ipynb #886151ff
 #| eval: false
-def maker(estimator, coef):
+def maker(estimator: str, coef: float) -> SimpleNamespace:
     "A `RemoteExperienceMaker` without workers."
     made = SimpleNamespace(
         algo=SimpleNamespace(
@@ -44,7 +46,13 @@ def maker(estimator, coef):
 
 # %% ../../../nbs/auditing/adapters/openrlhf.ipynb #934b50a7
 #| eval: false
-def loss(batch, kl="k1", estimator="rloo", coef=1.0, loss_agg_mode="token-mean"):
+def loss(
+    batch: Batch,
+    kl: str = "k1",
+    estimator: str = "rloo",
+    coef: float = 1.0,
+    loss_agg_mode: str = "token-mean",
+) -> torch.Tensor:
     "The policy loss, with the penalty in the reward."
     experience = SimpleNamespace(
         index=list(range(len(batch.reward))),
@@ -61,19 +69,25 @@ def loss(batch, kl="k1", estimator="rloo", coef=1.0, loss_agg_mode="token-mean")
         batch.logp, batch.behaviour_logp, experience.advantages, action_mask=batch.mask
     )[0]
 
-
-def in_reward(**on):
+# %% ../../../nbs/auditing/adapters/openrlhf.ipynb #3096eaa3
+#| eval: false
+def in_reward(**on: object) -> Surrogate:
+    "What the penalty in the reward changes in the policy loss with these settings."
     return what_changes(loss, {"coef": 0.0}, **on)
 
 
-def in_loss(kl, unbiased=False, loss_agg_mode="token-mean"):
-    def found(batch):
+def in_loss(
+    kl: str, unbiased: bool = False, loss_agg_mode: str = "token-mean"
+) -> Surrogate:
+    "The term that is added to the policy loss."
+
+    def penalty(batch):
         each = compute_approx_kl(
             batch.logp, batch.ref_logp, batch.behaviour_logp, kl, unbiased
         )
         return aggregate_loss(each, batch.mask, loss_agg_mode == "token-mean")
 
-    return found
+    return penalty
 
 # %% ../../../nbs/auditing/adapters/openrlhf.ipynb #d99290f0
 #| eval: false
@@ -90,8 +104,15 @@ SAYS = {
 
 # %% ../../../nbs/auditing/adapters/openrlhf.ipynb #c7764a50
 #| eval: false
-def settings():
+def settings() -> Iterator[Setting]:
     "The `Setting`s of OpenRLHF."
+    yield from _with_penalty_in_reward()
+    yield from _with_penalty_in_loss()
+
+# %% ../../../nbs/auditing/adapters/openrlhf.ipynb #6416ca13
+#| eval: false
+def _with_penalty_in_reward():
+    "The settings without --algo.kl.use_loss."
     yield Setting(
         "(none)",
         in_reward(estimator="gae"),
@@ -113,6 +134,11 @@ def settings():
             in_reward(kl=kl),
             f"{kl.upper()} in reward",
         )
+
+# %% ../../../nbs/auditing/adapters/openrlhf.ipynb #3531b093
+#| eval: false
+def _with_penalty_in_loss():
+    "The settings with --algo.kl.use_loss."
     for kl in ("k1", "k2", "k3"):
         yield Setting(
             USE + kl,
@@ -145,17 +171,17 @@ class Trains(Exception):
     "The command would train, with the arguments that are in `args`."
 
 
-def written(label):
+def written(label: str) -> tuple[dict[str, str], list[str]]:
     "Options of a setting, and the flags that a user writes."
-    found = options(label) | {"algo.kl.init_coef": "0.01"}
-    if found.get("algo.advantage.estimator") in GROUPED:
-        found["rollout.n_samples_per_prompt"] = "8"
-    return found, [
-        f"--{name} {value}".removesuffix(" True") for name, value in found.items()
+    chosen = options(label) | {"algo.kl.init_coef": "0.01"}
+    if chosen.get("algo.advantage.estimator") in GROUPED:
+        chosen["rollout.n_samples_per_prompt"] = "8"
+    return chosen, [
+        f"--{name} {value}".removesuffix(" True") for name, value in chosen.items()
     ]
 
 
-def parsed(lines):
+def parsed(lines: list[str]) -> dict[str, object]:
     "All options, once the command has checked them."
     argv = ["train_ppo_ray", *NEEDED, *" ".join(lines).split()]
     with (

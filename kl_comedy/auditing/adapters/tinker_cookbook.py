@@ -7,23 +7,26 @@ __all__ = ['WHERE', 'KIND', 'CONFIG', 'START', 'REFERENCE', 'OTHERS', 'Reference
 # %% ../../../nbs/auditing/adapters/tinker_cookbook.ipynb #7202f64a
 #| eval: false
 import asyncio
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 
 import chz
 import tinker
 import torch
 from ..adapter import Setting, options
+from ..toy import Surrogate
 from tinker_cookbook.rl.metrics import incorporate_kl_penalty
 
 # %% ../../../nbs/auditing/adapters/tinker_cookbook.ipynb #c9bbc20a
 #| eval: false
 class Reference:
-    "A stand-in for `tinker.SamplingClient`."
+    "A stand-in for `tinker.SamplingClient` that answers with these log-probs in turn."
 
-    def __init__(self, logps):
+    def __init__(self, logps: Iterable[list[float]]):
         self.logps = iter(logps)
 
-    def sample(self, **_):
+    def sample(self, **_: object) -> SimpleNamespace:
+        "The next answer, to be awaited."
         answer = SimpleNamespace(
             prompt_logprobs=[None, *next(self.logps)],
             sequences=[],
@@ -36,7 +39,7 @@ class Reference:
         return SimpleNamespace(coroutine=coroutine)
 
 
-def datum(tokens, logp):
+def datum(tokens: torch.Tensor, logp: torch.Tensor) -> tinker.Datum:
     "One response to a prompt of one token, without a reward."
     ones = torch.ones_like(logp)
     inputs = {
@@ -52,10 +55,10 @@ def datum(tokens, logp):
 
 # %% ../../../nbs/auditing/adapters/tinker_cookbook.ipynb #f10f4212
 #| eval: false
-def penalty(discount):
+def penalty(discount: float) -> Surrogate:
     "The penalty's part of the loss, with this kl_discount_factor."
 
-    def found(batch):
+    def of_batch(batch):
         rows = [(row, mask) for row, mask in enumerate(batch.mask) if mask.any()]
         data = [
             datum(batch.tokens[row][mask], batch.behaviour_logp[row][mask].float())
@@ -69,14 +72,14 @@ def penalty(discount):
             total = total - (ratio * each.loss_fn_inputs["advantages"].to_torch()).sum()
         return total / len(data)
 
-    return found
+    return of_batch
 
 # %% ../../../nbs/auditing/adapters/tinker_cookbook.ipynb #d3ecb156
 #| eval: false
 WHERE = "tinker_cookbook/rl/metrics.py, incorporate_kl_penalty"
 
 
-def settings():
+def settings() -> Iterator[Setting]:
     "The `Setting`s of tinker-cookbook."
     yield Setting(
         "kl_penalty_coef=0", lambda b: 0 * b.logp[b.mask].sum(), "off", default=True
@@ -110,25 +113,26 @@ OTHERS = {
     "log_path": ".",
 }
 
-
-def written(label):
+# %% ../../../nbs/auditing/adapters/tinker_cookbook.ipynb #65906224
+#| eval: false
+def written(label: str) -> tuple[dict[str, str], list[str]]:
     "Options of a setting, and the call that a user writes."
-    found = options(label)
-    if found["kl_penalty_coef"] == "0":
+    named = options(label)
+    if named["kl_penalty_coef"] == "0":
         return {}, []
-    found = {
+    chosen = {
         "kl_penalty_coef": "0.05",
-        "kl_discount_factor": f"{float(found['kl_discount_factor'])}",
+        "kl_discount_factor": f"{float(named['kl_discount_factor'])}",
     }
-    given = ", ".join(f"{name}={value}" for name, value in found.items())
-    return found, [
+    given = ", ".join(f"{name}={value}" for name, value in chosen.items())
+    return chosen, [
         START,
         f"config = Config(..., model_name=model_name, {given},",
         f"                kl_reference_config={REFERENCE})",
     ]
 
 
-def parsed(lines):
+def parsed(lines: list[str]) -> dict[str, object]:
     "All options as tinker-cookbook has them."
     code = "\n".join(lines or [START, "config = Config(..., model_name=model_name)"])
     names = {"model_name": "m", "others": OTHERS}

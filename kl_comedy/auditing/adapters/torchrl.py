@@ -5,29 +5,31 @@ __all__ = ['KIND', 'CONFIG', 'in_loss', 'settings', 'written', 'parsed']
 
 # %% ../../../nbs/auditing/adapters/torchrl.ipynb #0004df9a
 #| eval: false
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
 from ..adapter import Setting
+from ..toy import Batch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.objectives.llm import GRPOLoss
 
 # %% ../../../nbs/auditing/adapters/torchrl.ipynb #b9c785bb
 #| eval: false
-def in_loss(batch):
+def in_loss(batch: Batch) -> torch.Tensor:
     "The term that `GRPOLoss` adds to its objective."
     data = TensorDict({"_cur_log_prob": batch.logp}, [len(batch.logp)])
-    found, _ = GRPOLoss._kl_to_ref(
+    penalty, _ = GRPOLoss._kl_to_ref(
         SimpleNamespace(kl_to_ref_coeff=1.0),
         data,
         ref_log_prob=batch.ref_logp,
         mask=batch.mask,
     )
-    return found
+    return penalty
 
 
-def settings():
+def settings() -> Iterator[Setting]:
     "The `Setting`s of torchrl."
     yield Setting(
         "GRPOLoss(kl_to_ref_coeff=1)",
@@ -42,7 +44,7 @@ def settings():
 KIND, CONFIG = "python", "torchrl/objectives/llm/grpo.py"
 
 
-def written(label):
+def written(label: str) -> tuple[dict[str, str], list[str]]:
     "Options of a setting, and the call that a user writes."
     return {"kl_to_ref_coeff": "0.05"}, [
         "from torchrl.objectives.llm import GRPOLoss",
@@ -50,7 +52,7 @@ def written(label):
     ]
 
 
-def parsed(lines):
+def parsed(lines: list[str]) -> dict[str, object]:
     "The attributes of a `GRPOLoss` made by these lines."
     names = {
         "actor": TensorDictModule(torch.nn.Identity(), ["a"], ["b"]),

@@ -5,11 +5,13 @@ __all__ = ['KIND', 'CONFIG', 'loss', 'settings', 'written', 'parsed']
 
 # %% ../../../nbs/auditing/adapters/torchtune.ipynb #e74d7f1d
 #| eval: false
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torchtune
 from ..adapter import Setting, flat, options, what_changes
+from ..toy import Batch
 from omegaconf import OmegaConf
 from torchtune import rlhf
 from torchtune.config._parse import TuneRecipeArgumentParser, _merge_yaml_and_cli_args
@@ -17,7 +19,7 @@ from torchtune.rlhf.loss import PPOLoss
 
 # %% ../../../nbs/auditing/adapters/torchtune.ipynb #f4699ab9
 #| eval: false
-def loss(batch, coef=1.0, lmbda=0.95):
+def loss(batch: Batch, coef: float = 1.0, lmbda: float = 0.95) -> torch.Tensor:
     "The policy loss of the PPO recipe."
     old, ref = (
         x.masked_fill(~batch.mask, 1.0) for x in (batch.behaviour_logp, batch.ref_logp)
@@ -35,8 +37,9 @@ def loss(batch, coef=1.0, lmbda=0.95):
         old, batch.logp, advantages, zeros, zeros, returns, padding_masks=batch.mask
     )[0]
 
-
-def settings():
+# %% ../../../nbs/auditing/adapters/torchtune.ipynb #ccfd1f40
+#| eval: false
+def settings() -> Iterator[Setting]:
     "The `Setting`s of torchtune."
     for lmbda in (0.95, 1.0):
         yield Setting(
@@ -53,13 +56,13 @@ def settings():
 KIND, CONFIG = "text", "recipes/configs/mistral/7B_full_ppo_low_memory.yaml"
 
 
-def written(label):
+def written(label: str) -> tuple[dict[str, str], list[str]]:
     "Options of a setting, and the overrides that a user writes."
-    found = options(label) | {"kl_coeff": "0.01"}
-    return found, [f"{name}={value}" for name, value in found.items()]
+    chosen = options(label) | {"kl_coeff": "0.01"}
+    return chosen, [f"{name}={value}" for name, value in chosen.items()]
 
 
-def parsed(lines):
+def parsed(lines: list[str]) -> dict[str, object]:
     "All options as torchtune reads them."
     path = Path(torchtune.__file__).parent.parent / CONFIG
     given = TuneRecipeArgumentParser().parse_known_args(["--config", str(path), *lines])

@@ -5,27 +5,32 @@ __all__ = ['WHERE', 'UNBIASED', 'MODES', 'KIND', 'CONFIG', 'in_loss', 'settings'
 
 # %% ../../../nbs/auditing/adapters/tunix.ipynb #73f19864
 #| eval: false
+from collections.abc import Iterator
+
 import jax
 import torch
 from ..adapter import Setting
+from ..toy import Surrogate
 from tunix.rl.common import aggregate_loss, compute_kl_divergence
 
 # %% ../../../nbs/auditing/adapters/tunix.ipynb #fbed4ce6
 #| eval: false
-def in_loss(kl_loss_mode="kl", loss_agg_mode="sequence-mean-token-mean"):
+def in_loss(
+    kl_loss_mode: str = "kl", loss_agg_mode: str = "sequence-mean-token-mean"
+) -> Surrogate:
     "The term that the loss of GRPO adds."
 
     def loss(logp, ref_logp, mask):
         kl = compute_kl_divergence(logp, ref_logp, kl_loss_mode, clamp_value=None)
         return aggregate_loss(kl, mask, loss_agg_mode)
 
-    def found(batch):
+    def penalty(batch):
         given = (
             x.detach().float().numpy() for x in (batch.logp, batch.ref_logp, batch.mask)
         )
         return (torch.tensor(jax.grad(loss)(*given).tolist()) * batch.logp).sum()
 
-    return found
+    return penalty
 
 # %% ../../../nbs/auditing/adapters/tunix.ipynb #8bc45027
 #| eval: false
@@ -37,8 +42,9 @@ MODES = {
     "low_var_kl": ("K3", UNBIASED.format("low-variance", "Schulman's approximation")),
 }
 
-
-def settings():
+# %% ../../../nbs/auditing/adapters/tunix.ipynb #6cea0402
+#| eval: false
+def settings() -> Iterator[Setting]:
     "The `Setting`s of GRPO in Tunix."
     for mode, (cell, says) in MODES.items():
         yield Setting(
@@ -66,7 +72,7 @@ def settings():
 KIND, CONFIG = "python", "tunix/rl/grpo/grpo_learner.py"
 
 
-def written(label):
+def written(label: str) -> tuple[dict[str, str], list[str]]:
     "Options of a setting, and the lines that a user writes."
     return {}, [
         "from tunix.rl.grpo.grpo_learner import GRPOConfig",
@@ -74,5 +80,5 @@ def written(label):
     ]
 
 
-def parsed(lines):
+def parsed(lines: list[str]) -> None:
     "None: the configuration cannot be made here."
