@@ -129,7 +129,8 @@ def rooms():
 
 def stage_room(name, title, sentence, entries):
     "Write the page of a room, with the chapters that its folded entry in the menu holds."
-    lines = [f"# {title}", "", sentence, "", "```{toctree}", ":glob:", *entries, "```"]
+    lines = [f"# {title}", "", sentence, "", "```{toctree}", ":glob:"]
+    lines += [":maxdepth: 1", *entries, "```"]
     page = SRC / "rooms" / f"{name}.md"
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text("\n".join(lines) + "\n")
@@ -167,10 +168,11 @@ def stage_api_index():
     for package in [ROOT / "kl_comedy", *rooms()]:
         name = ".".join(package.relative_to(ROOT).parts)
         sentence = room_sentence(package).replace("`", "``")
-        lines = ["", name, "-" * len(name), "", sentence]
+        title = name.removeprefix("kl_comedy.")
+        lines = ["", title, "-" * len(title), "", sentence]
         pages = [f"   {name}.{module.stem}" for module in exported_modules(package)]
         if pages:
-            lines += ["", ".. toctree::", "", *pages]
+            lines += ["", ".. toctree::", "   :maxdepth: 1", "", *pages]
         text += "\n".join(lines) + "\n"
     (SRC / "api" / "index.rst").write_text(text)
 
