@@ -10,7 +10,7 @@ __all__ = ['MEANINGS', 'MEANINGS_WITH_MINUS', 'DIVERGENCE_ENDINGS', 'SAME_SCALE'
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from .naming import PER_RESPONSE, Judgement, is_sum
+from .naming import AVERAGED_EACH, Judgement, is_sum
 from .precision import MOVES_IN_STEPS
 from .toy import V
 
@@ -80,7 +80,7 @@ DIVERGENCE_ENDINGS = "reverse KL", "forward KL"
 def _meaning(judgement):
     "What its objective does, in words."
     name, minus = judgement.objective, (judgement.scale or 0) < 0
-    if name.endswith(PER_RESPONSE):
+    if name.endswith(AVERAGED_EACH):
         return "each response's length divides it: another objective, no divergence"
     if is_sum(name):
         return "the gradient of no divergence, but of a sum"
@@ -101,7 +101,7 @@ def _scaled(judgement):
     factor = "minus " if judgement.scale < 0 else ""
     if abs(size - 1) >= SAME_SCALE:
         factor += f"{size:.3g} x "
-    name = judgement.objective.removesuffix(PER_RESPONSE)
+    name = judgement.objective.removesuffix(AVERAGED_EACH)
     ending = judgement.objective[len(name) :]
     if factor and is_sum(name):
         name = f"({name})"
@@ -151,7 +151,7 @@ def objective_findings(
     """
     if on.objective != "sequence reverse KL":
         yield f"not the sequence-level reverse KL but {_scaled(on)}"
-    name, of_sum = on.objective.removesuffix(PER_RESPONSE), is_sum(on.objective)
+    name, of_sum = on.objective.removesuffix(AVERAGED_EACH), is_sum(on.objective)
     if not of_sum and name.endswith(DIVERGENCE_ENDINGS) and on.scale < 0:
         yield "the sign is wrong: minimising this drives the policy away from the reference"
     elif on.cosine < 0 and (of_sum or on.scale is None):

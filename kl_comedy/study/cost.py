@@ -75,7 +75,8 @@ PROMPT_ALLOWANCE = 256  # tokens allowed for a prompt, as prompts are not known 
 
 def penalty_of(run: dict) -> KLConfig:
     """The KL of the parameters of a run; ValueError if they are none."""
-    return KLConfig(**{field.name: run[field.name] for field in fields(KLConfig)})
+    names = [field.name for field in fields(KLConfig) if field.name in run]
+    return KLConfig(**{name: run[name] for name in names})
 
 
 def tested_tasks(run: dict) -> int:

@@ -126,6 +126,7 @@ class KLConfig:
 
     Raises ValueError, naming the field, on values and combinations that mean nothing.
 
+    >>> from kl_comedy import KLConfig
     >>> config = KLConfig("k3", "loss", beta=0.1)
     >>> str(config), config.label
     ('k3-loss-b0.1', 'K3 in loss')

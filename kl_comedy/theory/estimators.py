@@ -49,6 +49,8 @@ def log_ratio(logp: Tensor, ref_logp: Tensor) -> Tensor:
 def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """K1 = -log r, with r = pi_ref/pi: unbiased, of either sign. Elementwise, in nats.
 
+    >>> import torch
+    >>> from kl_comedy import k1
     >>> k1(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]))
     tensor([ 1., -1.])
     """
@@ -58,6 +60,8 @@ def k1(logp: Tensor, ref_logp: Tensor) -> Tensor:
 def k2(logp: Tensor, ref_logp: Tensor) -> Tensor:
     """K2 = (log r)^2 / 2: never negative, biased as a value. Elementwise, in nats.
 
+    >>> import torch
+    >>> from kl_comedy import k2
     >>> k2(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]))
     tensor([0.5000, 0.5000])
     """
@@ -79,6 +83,8 @@ def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
     `k3_limit` r is continued by its tangent: value and gradient stay finite, and the
     gradient is not silenced before `log_ratio` clamps.
 
+    >>> import torch
+    >>> from kl_comedy import k3
     >>> k3(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0]))
     tensor([0.3679, 0.7183])
     """
@@ -210,6 +216,8 @@ def exact_kl(logits: Tensor, ref_logits: Tensor) -> Tensor:
     Raises ValueError on different shapes or non-finite logits, TypeError on integers. This
     is the Rao-Blackwellised estimator of Amini et al. (2025), arXiv 2504.10637.
 
+    >>> import torch
+    >>> from kl_comedy import exact_kl
     >>> probs = torch.tensor([[0.5, 0.5], [0.5, 0.5]])
     >>> ref_probs = torch.tensor([[0.5, 0.5], [0.25, 0.75]])
     >>> exact_kl(probs.log(), ref_probs.log())

@@ -237,6 +237,8 @@ def kl_surrogate(
     Raises ValueError on wrong shapes, a mask that is not bool, a missing tensor, or a
     number that is not finite where the mask is True.
 
+    >>> import torch
+    >>> from kl_comedy import KLConfig, kl_surrogate
     >>> logp = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     >>> ref_logp, mask = torch.tensor([[-1.5, -1.0]]), torch.tensor([[True, True]])
     >>> kl_surrogate(logp, ref_logp, mask, KLConfig("k1", "reward")).backward()

@@ -8,7 +8,7 @@ __all__ = ['scattered', 'distribution_kl', 'distribution_estimates', 'whole_dist
 # %% ../../nbs/trainers/06_penalty.ipynb #4a1c1103
 from ..theory.config import KLConfig
 from ..theory.estimators import exact_kl
-from ..theory.surrogate import kl_credit, kl_terms
+from ..theory.surrogate import exact_estimates, kl_credit, kl_terms
 from .baseline import leave_one_out
 from .scored import ScoredBatch
 from torch import Tensor
@@ -34,7 +34,7 @@ def distribution_estimates(
 
     Arguments as in `distribution_kl`; 0 where `mask` is False.
     """
-    return scattered(exact_kl(logits[mask], ref_logits[mask]), mask)
+    return scattered(exact_estimates(kl, logits[mask], ref_logits[mask]), mask)
 
 # %% ../../nbs/trainers/06_penalty.ipynb #4a1c110e
 def whole_distribution_kl(batch: ScoredBatch, kl: KLConfig) -> Tensor | None:
