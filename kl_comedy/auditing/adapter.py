@@ -18,6 +18,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 
 import torch
+
 from .audit import audit
 from .naming import judge_loss
 from .report import Report, to_dict

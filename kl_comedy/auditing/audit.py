@@ -10,6 +10,7 @@ from collections.abc import Collection
 from functools import lru_cache
 
 import torch
+
 from .clamps import probe_clamps, probe_far
 from .expectation import SAME_GRADIENT, expect
 from .naming import judge_loss

@@ -11,6 +11,7 @@ import itertools
 from dataclasses import replace
 
 import torch
+
 from .probes import gradients_or_error
 from .toy import Surrogate, Toy, make_batch
 

@@ -10,6 +10,7 @@ __all__ = ['AGGREGATIONS', 'SAME_GRADIENT', 'MANY_UNITS', 'GROUPS_DRAWN', 'BATCH
 from dataclasses import dataclass
 
 import torch
+
 from .toy import LONGEST_RESPONSE, Surrogate, Toy, sequence_gradients
 
 # %% ../../nbs/auditing/02_expectation.ipynb #7d90b45b

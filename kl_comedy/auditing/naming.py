@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+
 from .expectation import SAME_GRADIENT, Expectation, expect
 from .toy import Surrogate, Toy
 from ..lab.gradients import TARGETS, exact_gradient, expected_gradient
@@ -100,7 +101,7 @@ def name_gradient(expectation: Expectation, toy: Toy) -> tuple[str, float | None
     """The objective that has the gradient of an `Expectation`, and its scale.
 
     A sum has the scale of its first term, 'zero' and 'no gradient' have 0, and 'none of
-    these' has None. The name ends with `AVERAGED_EACH` where each response's length divides.
+    these' has None. The name ends with `AVERAGED_EACH` where a response's length divides.
     """
     tolerance = max(SAME_GRADIENT * expectation.variance**0.5, 3 * expectation.noise)
     if expectation.mean.norm() <= tolerance:

@@ -9,6 +9,7 @@ __all__ = ['POLICY_STEP', 'LOW_PRECISION', 'MOVES_IN_STEPS', 'probe_precision']
 from dataclasses import replace
 
 import torch
+
 from kl_comedy.auditing.probes import (
     every_response,
     gradient_distance,

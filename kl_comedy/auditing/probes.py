@@ -10,6 +10,7 @@ __all__ = ['PADDING_FILLS', 'PADDING_TOLERANCE', 'REFERENCE_SHIFT', 'gradients_o
 from dataclasses import replace
 
 import torch
+
 from kl_comedy.auditing.toy import (
     LONGEST_RESPONSE,
     Batch,

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+
 from ..lab.gradients import divergence
 from ..lab.policies import Policy, enumerate_sequences
 

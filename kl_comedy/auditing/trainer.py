@@ -14,12 +14,13 @@ from types import SimpleNamespace
 
 import torch
 from datasets import Dataset
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, Trainer
+from trl import GRPOTrainer
+
 from .audit import audit
 from .report import Report
 from .toy import END_TOKEN, LONGEST_RESPONSE, Batch, V
 from ..theory.config import KLConfig
-from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer, Trainer
-from trl import GRPOTrainer
 
 # %% ../../nbs/auditing/09_trainer.ipynb #ba68669a
 def micro_tokenizer() -> Qwen2Tokenizer:

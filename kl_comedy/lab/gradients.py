@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
+
 from .policies import Policy, check_same_states, enumerate_sequences, occupancy
 from ..theory.config import KLConfig
 from ..theory.surrogate import exact_estimates, kl_surrogate, token_estimates
-from torch import Tensor
 
 # %% ../../nbs/derivations/06b_gradients.ipynb #6ea1bd50
 TARGETS = (

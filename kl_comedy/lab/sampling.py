@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from .gradients import Terms, gradient_terms, score_features
 from .policies import Policy, check_count
 from ..theory.config import KLConfig
-from torch import Tensor
 
 # %% ../../nbs/derivations/06c_sampling.ipynb #ef151efc
 def sample_sequences(policy: Policy, n: int, rng: np.random.Generator) -> Tensor:

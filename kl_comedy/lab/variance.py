@@ -5,10 +5,11 @@ __all__ = ['gradient_variance', 'sampled_statistics']
 
 # %% ../../nbs/derivations/07_variance.ipynb #bfa2d696
 import torch
+from torch import Tensor
+
 from .gradients import Terms, expected_gradient, gradient_terms, score_features
 from .policies import Policy, occupancy
 from ..theory.config import KLConfig
-from torch import Tensor
 
 # %% ../../nbs/derivations/07_variance.ipynb #2678a130
 def _scores(policy: Policy, terms: Terms) -> tuple[Tensor, Tensor]:

@@ -13,13 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial, wraps
 
 import torch
-from kl_comedy.policies.fused import (
-    FusedModel,
-    can_decode_fast,
-    empty_cache,
-    fuse_model,
-    next_logits,
-)
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -28,6 +21,14 @@ from transformers import (
     StoppingCriteriaList,
 )
 from transformers.utils import ModelOutput
+
+from kl_comedy.policies.fused import (
+    FusedModel,
+    can_decode_fast,
+    empty_cache,
+    fuse_model,
+    next_logits,
+)
 
 # %% ../../nbs/policies/05_decoding.ipynb #81694b3f
 @dataclass(frozen=True)

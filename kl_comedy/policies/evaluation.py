@@ -11,6 +11,9 @@ from collections import Counter
 from statistics import fmean, stdev
 
 import torch
+from torch.distributions import Categorical
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from .policy import MAX_NEW_TOKENS, end_tokens
 from kl_comedy.policies.sampling import (
     SAMPLING_BATCH,
@@ -24,8 +27,6 @@ from kl_comedy.policies.sampling import (
 from ..tasks.dataset import check_answers
 from ..tasks.problem import Problem
 from ..theory.estimators import exact_kl, k1
-from torch.distributions import Categorical
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # %% ../../nbs/policies/03_evaluation.ipynb #7303b61b
 def measure_rows(

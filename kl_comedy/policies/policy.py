@@ -12,7 +12,6 @@ import os
 import shutil
 from pathlib import Path
 
-import kl_comedy
 import torch
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +23,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2Tokenizer,
 )
+
+import kl_comedy
 
 # %% ../../nbs/policies/01_policy.ipynb #c805ccf7
 PAD, EOS = "<pad>", "<eos>"

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from itertools import groupby
 
 import torch
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
+from trl.data_utils import is_conversational
+
 from .decoding import equal_rows_once, fast_decoding
 from .policy import MAX_NEW_TOKENS, end_tokens, whole_distribution
 from ..tasks.problem import Problem
-from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
-from trl.data_utils import is_conversational
 
 # %% ../../nbs/policies/02_sampling.ipynb #1c4ed538
 @contextmanager

@@ -15,13 +15,14 @@ from pathlib import Path
 from random import Random
 
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from .sampling import completion_logits
 from ..tasks.characters import demonstration
 from ..tasks.dataset import problems
 from ..tasks.problem import Problem
-from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # %% ../../nbs/policies/06_sft.ipynb #67481853
 MIXTURE = {

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import binomtest
+
 from .intervals import Difference, difference
 from .records import Records, final_values, unstable_runs
-from scipy.stats import binomtest
 
 # %% ../../nbs/report/07_checks.ipynb #142b2092
 @dataclass(frozen=True)

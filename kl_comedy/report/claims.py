@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pandas as pd
+
 from ..files import FileError
 from .checks import CHECKS, Finding
 from .records import Records, read_claims

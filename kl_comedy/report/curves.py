@@ -6,9 +6,10 @@ __all__ = ['mean_lines', 'gradient_panel']
 # %% ../../nbs/report/05_curves.ipynb #c0705003
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+
 from .colours import line_style
 from .figures import label_ends
-from matplotlib.axes import Axes
 
 # %% ../../nbs/report/05_curves.ipynb #bf73f9ec
 def _require_columns(df, *columns):

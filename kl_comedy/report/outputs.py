@@ -10,10 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from .figures import lay_out
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import PlaceHolderLayoutEngine
+
+from .figures import lay_out
 
 # %% ../../nbs/report/03_outputs.ipynb #ae0761b1
 def _write(path, data):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+
 from ..files import FileError, read_yaml
 
 # %% ../../nbs/report/06_records.ipynb #ff4153e6

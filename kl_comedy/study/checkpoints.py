@@ -7,8 +7,9 @@ __all__ = ['COMPLETE', 'step_of', 'MarkComplete', 'resume_point', 'keep_policy']
 import shutil
 from pathlib import Path
 
-from .runs import Run
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from .runs import Run
 
 # %% ../../nbs/study/11_checkpoints.ipynb #2d497e58
 COMPLETE = "complete"

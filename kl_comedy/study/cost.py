@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
 from ..files import read_yaml
 from ..policies.policy import MAX_NEW_TOKENS
 from .parameters import SweepError
@@ -19,7 +21,6 @@ from ..tasks.characters import TASKS
 from ..tasks.math import MATH, MATH2_SIZE
 from ..tasks.mmlu import SUBJECTS
 from ..theory.config import KLConfig
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 # %% ../../nbs/study/15_cost.ipynb #e20c9de6
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import fmean
 
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 from ..policies.evaluation import evaluate, measure, pass_rates
 from ..policies.policy import MAX_NEW_TOKENS
 from ..policies.sampling import SAMPLING_BATCH, complete, sampling
 from ..tasks.characters import TASKS
 from ..tasks.math import MATH
 from ..tasks.problem import Problem
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # %% ../../nbs/study/13_exam.ipynb #52ba7c00
 @dataclass

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-import kl_comedy
 import nbformat
 from execnb.shell import CaptureShell
 from IPython.core.inputtransformer2 import TransformerManager
 from nbformat.v4.rwbase import rejoin_lines
 from papermill.engines import Engine, NotebookExecutionManager, papermill_engines
+
+import kl_comedy
 
 # %% ../../nbs/study/06_forks.ipynb #ebe958db
 class Shell(CaptureShell):

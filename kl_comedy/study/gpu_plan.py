@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+
 from kl_comedy.study.cost import (
     B200,
     GPU,

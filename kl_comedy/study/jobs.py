@@ -63,8 +63,9 @@ class Job:
 # %% ../../nbs/study/07_jobs.ipynb #d6c63e60
 def papermill_error(job: Job) -> str:
     """Execute the notebook of `job` with papermill; returns its error's line, or ""."""
-    import kl_comedy.study.forks  # noqa: F401, for papermill to know it
     import papermill  # takes a second, which only workers spend
+
+    import kl_comedy.study.forks  # noqa: F401, for papermill to know it
 
     try:
         papermill.execute_notebook(

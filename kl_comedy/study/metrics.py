@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pandas as pd
+
 from ..files import FileError, write_atomic
 
 # %% ../../nbs/study/01_metrics.ipynb #3d60843c

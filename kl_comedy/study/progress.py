@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
+
 from .jobs import Job, locked
 from .metrics import RunError, read_lines
 from .runs import RESERVED, read_status

@@ -6,10 +6,6 @@ __all__ = ['LOGGED', 'recorded', 'not_finite', 'failure_at', 'examine', 'Recorde
 # %% ../../nbs/study/14_recorder.ipynb #c810eac2
 import math
 
-from .exam import Exam
-from .runs import Run
-from ..trainers.monitor import LogProbNotFinite
-from ..trainers.rloo_grpo import KLRLOOTrainer
 from transformers import (
     PreTrainedModel,
     TrainerCallback,
@@ -17,6 +13,11 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+
+from .exam import Exam
+from .runs import Run
+from ..trainers.monitor import LogProbNotFinite
+from ..trainers.rloo_grpo import KLRLOOTrainer
 
 # %% ../../nbs/study/14_recorder.ipynb #3f6a322c
 LOGGED = {

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
+
 from .parameters import SweepError
 from .sweeps import Sweep
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 import yaml
+
 from .. import __version__
 from ..files import write_atomic
 from .metrics import Metrics, RunError, number, read_metrics

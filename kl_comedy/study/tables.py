@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pandas as pd
+
 from .. import __version__
 from ..files import write_atomic
 from .metrics import RunError, read_metrics

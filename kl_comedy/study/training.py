@@ -11,11 +11,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from ..policies.decoding import equal_rows_once, fast_decoding
-from ..policies.policy import end_tokens
-from .checkpoints import MarkComplete
-from ..theory.config import KLConfig
-from ..trainers.rloo_grpo import KLRLOOTrainer
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,6 +18,12 @@ from transformers import (
     TrainerCallback,
 )
 from trl import RLOOConfig
+
+from ..policies.decoding import equal_rows_once, fast_decoding
+from ..policies.policy import end_tokens
+from .checkpoints import MarkComplete
+from ..theory.config import KLConfig
+from ..trainers.rloo_grpo import KLRLOOTrainer
 
 # %% ../../nbs/study/12_training.ipynb #b22a926d
 @dataclass(frozen=True)

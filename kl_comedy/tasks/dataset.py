@@ -13,6 +13,7 @@ from pathlib import Path
 from random import Random
 
 from datasets import Dataset
+
 from .characters import SPLITS, TASKS, split_index, split_size, task_named
 from .math import MATH, MATH2, load_math, load_math2
 from .mmlu import SUBJECTS, check_letter, load_mmlu

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from datasets import Dataset, concatenate_datasets, get_dataset_config_names, load_dataset
 from datasets.exceptions import DatasetsError
+
 from .answers import last_boxed
 from .problem import Problem
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from datasets import Dataset, load_dataset
 from datasets.exceptions import DatasetsError
+
 from .answers import last_boxed
 from .math import check_size
 from .problem import Problem

@@ -8,9 +8,10 @@ import math
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+
 from .config import CHOICES, KLConfig
 from .estimators import ESTIMATORS, exact_kl, forward_estimate, log_ratio
-from torch import Tensor
 
 # %% ../../nbs/derivations/02_placement.ipynb #2b441d5f
 def token_estimates(config: KLConfig, logp: Tensor, ref_logp: Tensor) -> Tensor:

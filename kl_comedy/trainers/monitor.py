@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from ..theory.config import KLConfig
 from ..theory.estimators import ESTIMATORS, k3_limit, log_ratio
 from .penalty import distribution_kl
 from .scored import ScoredBatch
-from torch import Tensor
 
 # %% ../../nbs/trainers/07_monitor.ipynb #4a1c1206
 def will_log(args: Any, state: Any) -> bool:

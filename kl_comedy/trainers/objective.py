@@ -10,10 +10,11 @@ import warnings
 from functools import cache
 
 import torch
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
 from ..lab.gradients import expected_gradient, named_objective
 from ..lab.policies import PrefixTreePolicy
 from ..theory.config import KLConfig
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 # %% ../../nbs/trainers/08_objective.ipynb #4a1c1306
 @cache

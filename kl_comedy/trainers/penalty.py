@@ -6,12 +6,13 @@
 __all__ = ['scattered', 'distribution_kl', 'distribution_estimates', 'whole_distribution_kl', 'group_baseline', 'penalty_terms']
 
 # %% ../../nbs/trainers/06_penalty.ipynb #4a1c1103
+from torch import Tensor
+
 from ..theory.config import KLConfig
 from ..theory.estimators import exact_kl
 from ..theory.surrogate import exact_estimates, kl_credit, kl_terms
 from .baseline import leave_one_out
 from .scored import ScoredBatch
-from torch import Tensor
 
 # %% ../../nbs/trainers/06_penalty.ipynb #4a1c1106
 def scattered(values: Tensor, mask: Tensor) -> Tensor:

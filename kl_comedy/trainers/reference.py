@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from .capture import Captured, Passes, capture
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
+
+from .capture import Captured, Passes, capture
 
 # %% ../../nbs/trainers/03_reference.ipynb #4a1c0e14
 def counted_tokens(inputs: dict[str, Any]) -> Tensor:

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
 from ..theory.config import KLConfig
 from .aggregation import StepShare
 from .capture import Passes, capture, on_policy
@@ -19,8 +22,6 @@ from .penalty import penalty_terms
 from .scored import ScoredBatch
 from .scoring import score_batch, scored_batch
 from .settings import describe, loss_type_of, trl_settings, warn_of_setup
-from torch import Tensor
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 # %% ../../nbs/trainers/11_rloo_grpo.ipynb #4a1c1406
 class TrainerParts:

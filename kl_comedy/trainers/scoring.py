@@ -11,6 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from trl import GRPOTrainer, RLOOTrainer
+
 from ..theory.config import KLConfig
 from ..theory.surrogate import kl_credit
 from kl_comedy.trainers.baseline import (
@@ -29,8 +32,6 @@ from kl_comedy.trainers.reference import (
     sequences_per_pass,
 )
 from .scored import ScoredBatch
-from torch import Tensor
-from trl import GRPOTrainer, RLOOTrainer
 
 # %% ../../nbs/trainers/10_scoring.ipynb #4a1c1408
 def score_batch(

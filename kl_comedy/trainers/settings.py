@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
+
 from ..theory.config import KLConfig
 from .aggregation import LossType, loss_type_named
 from .baseline import scaled_by

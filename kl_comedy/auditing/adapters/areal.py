@@ -13,9 +13,10 @@ from areal.api.cli_args import PPOConfig, to_structured_cfg
 from areal.trainer.ppo.actor import PPOActor
 from areal.utils.data import KLEstimator
 from areal.utils.functional import ppo_actor_loss_fn
+from omegaconf import OmegaConf
+
 from ..adapter import Setting, flat, options, what_changes
 from ..toy import Batch
-from omegaconf import OmegaConf
 
 # %% ../../../nbs/auditing/adapters/areal.ipynb #4a1bd739
 #| eval: false

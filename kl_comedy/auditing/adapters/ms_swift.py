@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-from ..adapter import Setting, options, what_changes
-from ..toy import Batch, Surrogate
 from swift.arguments import RLHFArguments
 from swift.rl_core.advantage import compute_advantages
 from transformers import HfArgumentParser
+
+from ..adapter import Setting, options, what_changes
+from ..toy import Batch, Surrogate
 
 # %% ../../../nbs/auditing/adapters/ms_swift.ipynb #6d738c5d
 #| eval: false

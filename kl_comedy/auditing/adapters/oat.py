@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-from ..adapter import Setting, options, what_changes, whole_responses
-from ..toy import Batch
 from oat.algorithms.ppo import PPOArgs, PPOLearner
 from oat.args import get_default_args
+
+from ..adapter import Setting, options, what_changes, whole_responses
+from ..toy import Batch
 
 # %% ../../../nbs/auditing/adapters/oat.ipynb #a09bf0c6
 #| eval: false

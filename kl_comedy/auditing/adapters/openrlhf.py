@@ -14,11 +14,12 @@ from types import SimpleNamespace
 from unittest import mock
 
 import torch
-from ..adapter import Setting, flat, options, what_changes
-from ..toy import Batch, Surrogate
 from openrlhf.models.loss import PolicyLoss, aggregate_loss
 from openrlhf.models.utils import compute_approx_kl
 from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
+
+from ..adapter import Setting, flat, options, what_changes
+from ..toy import Batch, Surrogate
 
 # %% ../../../nbs/auditing/adapters/openrlhf.ipynb #886151ff
 #| eval: false

@@ -8,11 +8,12 @@ __all__ = ['CELLS', 'WHERE', 'KIND', 'CONFIG', 'in_loss', 'advantages', 'loss', 
 from collections.abc import Iterator
 
 import torch
-from ..adapter import Setting, options, what_changes
-from ..toy import Batch, Surrogate
 from rlinf.algorithms.registry import calculate_adv_and_returns, policy_loss
 from rlinf.algorithms.utils import kl_penalty
 from rlinf.utils.utils import get_loss_agg_func
+
+from ..adapter import Setting, options, what_changes
+from ..toy import Batch, Surrogate
 
 # %% ../../../nbs/auditing/adapters/rlinf.ipynb #9bd73fd0
 #| eval: false

@@ -19,6 +19,15 @@ if sys.version_info < (3, 12):
 from collections.abc import Iterator
 
 import torch
+from skyrl.backends.skyrl_train.utils.ppo_utils import (
+    apply_loss_reduction_to_advantages_minibatch,
+    compute_advantages_and_returns,
+    compute_approx_kl,
+    ppo_policy_loss,
+)
+from skyrl.backends.skyrl_train.utils.torch_utils import masked_mean
+from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig
+
 from kl_comedy.auditing.adapter import (
     Setting,
     flat,
@@ -28,14 +37,6 @@ from kl_comedy.auditing.adapter import (
     whole_responses,
 )
 from ..toy import Batch, Surrogate
-from skyrl.backends.skyrl_train.utils.ppo_utils import (
-    apply_loss_reduction_to_advantages_minibatch,
-    compute_advantages_and_returns,
-    compute_approx_kl,
-    ppo_policy_loss,
-)
-from skyrl.backends.skyrl_train.utils.torch_utils import masked_mean
-from skyrl.train.config import AlgorithmConfig, SkyRLTrainConfig
 
 # %% ../../../nbs/auditing/adapters/skyrl.ipynb #0b0ef4ef
 #| eval: false

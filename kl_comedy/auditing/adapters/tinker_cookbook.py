@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import chz
 import tinker
 import torch
+from tinker_cookbook.rl.metrics import incorporate_kl_penalty
+
 from ..adapter import Setting, options
 from ..toy import Surrogate
-from tinker_cookbook.rl.metrics import incorporate_kl_penalty
 
 # %% ../../../nbs/auditing/adapters/tinker_cookbook.ipynb #c9bbc20a
 #| eval: false

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
-from ..adapter import Setting
-from ..toy import Batch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torchrl.objectives.llm import GRPOLoss
+
+from ..adapter import Setting
+from ..toy import Batch
 
 # %% ../../../nbs/auditing/adapters/torchrl.ipynb #b9c785bb
 #| eval: false

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 import torchtune
-from ..adapter import Setting, flat, options, what_changes
-from ..toy import Batch
 from omegaconf import OmegaConf
 from torchtune import rlhf
 from torchtune.config._parse import TuneRecipeArgumentParser, _merge_yaml_and_cli_args
 from torchtune.rlhf.loss import PPOLoss
+
+from ..adapter import Setting, flat, options, what_changes
+from ..toy import Batch
 
 # %% ../../../nbs/auditing/adapters/torchtune.ipynb #f4699ab9
 #| eval: false

@@ -11,14 +11,15 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import torch
-from ..adapter import Setting, options, rewards_at_end, what_changes
-from ..toy import Batch, Surrogate
 from tensordict import TensorDict
 from trinity.algorithm import ALGORITHM_TYPE
 from trinity.algorithm.advantage_fn import ADVANTAGE_FN
 from trinity.algorithm.kl_fn import KL_FN
 from trinity.algorithm.policy_loss_fn import POLICY_LOSS_FN
 from trinity.common.config import load_config
+
+from ..adapter import Setting, options, rewards_at_end, what_changes
+from ..toy import Batch, Surrogate
 
 # %% ../../../nbs/auditing/adapters/trinity.ipynb #4a88c4f9
 #| eval: false

@@ -7,12 +7,13 @@ __all__ = ['BETA', 'COEFFICIENT', 'BIAS_CORRECTION', 'DEFAULT', 'GRPO', 'RLOO', 
 # %% ../../../nbs/auditing/adapters/trl.ipynb #bdeb0941
 from collections.abc import Iterator
 
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
 from ..adapter import Setting, options
 from ..trainer import trainer_loss
 from ...theory.config import KLConfig
 from ...trainers.rloo_grpo import KLRLOOTrainer
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
 # %% ../../../nbs/auditing/adapters/trl.ipynb #91322f53
 BETA = 0.5

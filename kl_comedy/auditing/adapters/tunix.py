@@ -9,9 +9,10 @@ from collections.abc import Iterator
 
 import jax
 import torch
+from tunix.rl.common import aggregate_loss, compute_kl_divergence
+
 from ..adapter import Setting
 from ..toy import Surrogate
-from tunix.rl.common import aggregate_loss, compute_kl_divergence
 
 # %% ../../../nbs/auditing/adapters/tunix.ipynb #fbed4ce6
 #| eval: false

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 
 import torch
 from hydra import compose, initialize_config_module
-from ..adapter import Setting, flat, options, rewards_at_end, what_changes
-from ..toy import Batch, Surrogate
 from omegaconf import OmegaConf
 from verl import DataProto
 from verl.trainer.config import AlgoConfig
@@ -24,6 +22,9 @@ from verl.trainer.ppo.core_algos import (
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty, compute_advantage
 from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.config import ActorConfig
+
+from ..adapter import Setting, flat, options, rewards_at_end, what_changes
+from ..toy import Batch, Surrogate
 
 # %% ../../../nbs/auditing/adapters/verl.ipynb #0d19114f
 #| eval: false
