@@ -35,17 +35,17 @@ def numbers_in(prompt: str) -> list[int]:
 class Task:
     """A family of problems, with the functions that write, demonstrate and verify them.
 
-    name: what the task is called in runs and tables.
-    letter: what its prompts begin with, and no other task's do.
-    in_domain: whether reinforcement learning trains on it.
-    noise: the rate of mistakes in the demonstrations that a base policy learns from.
-    demonstrated: the share of these demonstrations that are right, which is the pass rate
-        of a policy that has learned them exactly.
-    size: the number of problems; their indices run from 0 to size - 1.
-    problem: writes the problem with a given index.
-    demonstrate: answers a problem; mistakes come from the generator, at the rate given.
-    verify: whether a completion answers a problem.
-    at_risk: whether training on the in-domain task is likely to overwrite this one.
+    - `name`: what the task is called in runs and tables.
+    - `letter`: what its prompts begin with, and no other task's do.
+    - `in_domain`: whether reinforcement learning trains on it.
+    - `noise`: the rate of mistakes in the demonstrations that a base policy learns from.
+    - `demonstrated`: the share of these demonstrations that are right, which is the pass rate
+      of a policy that has learned them exactly.
+    - `size`: the number of problems; their indices run from 0 to size - 1.
+    - `problem`: writes the problem with a given index.
+    - `demonstrate`: answers a problem; mistakes come from the generator, at the rate given.
+    - `verify`: whether a completion answers a problem.
+    - `at_risk`: whether training on the in-domain task is likely to overwrite this one.
     """
 
     name: str
