@@ -39,8 +39,8 @@ class Task:
     - `letter`: what its prompts begin with, and no other task's do.
     - `in_domain`: whether reinforcement learning trains on it.
     - `noise`: the rate of mistakes in the demonstrations that a base policy learns from.
-    - `demonstrated`: the share of these demonstrations that are right, which is the pass rate
-      of a policy that has learned them exactly.
+    - `demonstrated`: the share of these demonstrations that are right: the pass rate of
+      a policy that has learned them exactly.
     - `size`: the number of problems; their indices run from 0 to size - 1.
     - `problem`: writes the problem with a given index.
     - `demonstrate`: answers a problem; mistakes come from the generator, at the rate given.
