@@ -208,6 +208,8 @@ def stage_api(module):
     text, notebook = module.read_text(), notebook_of(module)
     name = ".".join(module.relative_to(ROOT).with_suffix("").parts)
     lines = [
+        ":nosearch:",  # of its words, which its chapter has too; its names are still found
+        "",
         name,
         "=" * len(name),
         "",
