@@ -12,7 +12,7 @@ from matplotlib import pyplot as plt
 from matplotlib.text import Text
 
 from kl_comedy.report import colours, outputs
-from kl_comedy.report.colours import LABELS, colour, line_style
+from kl_comedy.report.colours import LABELS, MARKERS, colour, line_style
 from kl_comedy.report.curves import gradient_panel, mean_lines
 from kl_comedy.report.figures import draw_legend, label_ends, panel_grid, spread, style
 from kl_comedy.report.intervals import interval
@@ -48,9 +48,16 @@ def test_a_configuration_and_its_label_look_the_same_for_every_beta(label):
     assert colour(other) == line_style(label)["color"]
 
 
-def test_the_thirteen_main_configurations_have_thirteen_colours():
-    main = [label for label in LABELS if "," not in label]
-    assert len({colour(label) for label in main}) == len(main) == 13
+OWN_LOOK = [
+    label
+    for label, config in LABELS.items()
+    if config.placement == "none" or config.estimator in MARKERS
+]  # not of an estimator that was added and is drawn with a spare marker
+
+
+def test_the_main_configurations_have_a_colour_each():
+    main = [label for label in OWN_LOOK if "," not in label]
+    assert len({colour(label) for label in main}) == len(main) == 1 + 3 * len(MARKERS) >= 13
 
 
 @pytest.fixture
@@ -73,7 +80,7 @@ def test_a_new_estimator_has_a_look_of_its_own_and_changes_no_other(new_estimato
         look["markerfacecolor"] = look.get("markerfacecolor") == "white"
     assert len({str(look) for look in looks}) == len(colours.LABELS)  # in grey too
     assert {label: line_style(label) for label in LABELS} == before
-    assert colour("K4 in loss") not in {colour(label) for label in LABELS}
+    assert colour("K4 in loss") not in {colour(label) for label in OWN_LOOK}
     mean_lines(curves(["K4 in reward", "K1 in reward"]), "step", "kl", ax=ax)
     gradient_panel(gradients(label="K5 in loss"), ax)
 

@@ -38,7 +38,8 @@ def own_files():
     for folder, inner, names in os.walk(ROOT):
         kept = SKIPPED - {"runs"} if Path(folder) == ROOT / "data" else SKIPPED
         inner[:] = sorted(name for name in inner if name not in kept)
-        yield from (Path(folder, name) for name in sorted(names))
+        kept = [name for name in sorted(names) if name != ".git"]  # a file in a git worktree
+        yield from (Path(folder, name) for name in kept)
 
 
 @pytest.fixture(scope="module")
