@@ -16,13 +16,13 @@ import torch
 from kl_comedy.lab.optimum import kl_optimum
 from kl_comedy.policies.evaluation import evaluate
 from kl_comedy.policies.policy import load_policy
+from kl_comedy.policies.sft import MIXTURE
 from kl_comedy.study.checkpoints import COMPLETE, resume_point
 from kl_comedy.study.exam import Exam, TrainedTest
 from kl_comedy.study.recorder import Recorder
 from kl_comedy.study.recorder import train as fit
 from kl_comedy.study.runs import Run, read_status
 from kl_comedy.study.training import TrainSettings, build_trainer
-from kl_comedy.tasks.characters import TASKS
 from kl_comedy.tasks.dataset import problems, to_dataset
 from kl_comedy.theory.config import KLConfig
 
@@ -230,7 +230,7 @@ def test_the_tests_of_a_run_are_those_of_its_task(reverse):
     assert start.pass_reverse == expected["pass_at_1"]
     assert start.entropy == pytest.approx(expected["entropy"], rel=1e-4)
     assert start.test_length == expected["length"]
-    others = [f"pass_{name}" for name in TASKS if name != "reverse"]
+    others = [f"pass_{name}" for name in MIXTURE if name != "reverse"]
     assert metrics.pass_out.tolist() == pytest.approx(metrics[others].mean(axis=1).tolist())
     assert "pass_risk" not in metrics, "the tasks at risk are those of sum"
 
