@@ -53,7 +53,7 @@ def test_the_objective_is_printed_at_the_start(tmp_path, capsys):
     [
         (KLConfig("k1", "loss"), "expected gradient is zero"),
         (KLConfig("k3", "reward"), "may collapse"),
-        (KLConfig("k2", "reward"), "no KL divergence"),
+        (KLConfig("k2", "reward"), "none of the four divergences"),
     ],
     ids=str,
 )
@@ -413,5 +413,11 @@ def test_what_is_logged_does_not_touch_what_is_trained(tmp_path):
 
 
 def test_the_examples_in_the_docstrings_run():
-    assert doctest.testmod(rloo_grpo).attempted >= 10
+    assert doctest.testmod(rloo_grpo).attempted >= 8
     assert doctest.testmod(rloo_grpo).failed == 0
+
+
+def test_a_bound_is_part_of_the_objective_s_name():
+    bounded = KLConfig("k3", "loss", clip=10)
+    assert objective(bounded) == "token forward KL, where K3 is below its bound"
+    assert objective(KLConfig("k3", "loss")) == "token forward KL"

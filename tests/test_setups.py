@@ -134,7 +134,7 @@ def test_accumulated_the_gradient_is_that_of_the_whole_batch(kind, kl, tmp_path)
 def test_the_example_of_the_readme_trains(tmp_path, capsys):
     """As it stands there, on the shipped policy and for one step."""
     readme = (Path(__file__).parents[1] / "README.md").read_text()
-    code = next(b for b in re.findall("```python\n(.*?)```", readme, re.S) if "RLOOConfig" in b)
+    code = next(b for b in re.findall("```python\n(.*?)```", readme, re.S) if "KLRLOOTrainer" in b)
     for old, new in (
         ("Qwen/Qwen2.5-0.5B-Instruct", str(BASE_POLICY)),
         ('"out"', f'"{tmp_path}", max_steps=1, bf16=False, report_to="none"'),
@@ -144,4 +144,6 @@ def test_the_example_of_the_readme_trains(tmp_path, capsys):
         assert code.count(old) == 1, old
         code = code.replace(old, new)
     exec(code, {})
-    assert "sequence reverse KL: K1 in reward, beta 0.05" in capsys.readouterr().out
+    assert (
+        "sequence reverse KL: exact KL in both, to-go credit, beta 0.05" in capsys.readouterr().out
+    )

@@ -81,7 +81,8 @@ def k3(logp: Tensor, ref_logp: Tensor) -> Tensor:
 
     Near zero it is summed as a power series, since `expm1(d) - d` cancels. Above
     `k3_limit` r is continued by its tangent: value and gradient stay finite, and the
-    gradient is not silenced before `log_ratio` clamps.
+    gradient is not silenced before `log_ratio` clamps. (Only a float16 gradient can
+    overflow, when it is cast back.)
 
     >>> import torch
     >>> from kl_comedy import k3

@@ -118,8 +118,8 @@ def importance_weight(logp: Tensor, behaviour_logp: Tensor, importance: str) -> 
     """Detached weight pi/pi_behaviour of every token, (B, T): its own or its sequence's.
 
     Both log-probs are (B, T) in nats, 0 where masked. The exponent is capped at a quarter
-    of the logarithm of the dtype's largest number (22 in float32), so that the weight times
-    K3 is finite. Raises ValueError on another kind of weight.
+    of the logarithm of the dtype's largest number (22 in float32): the weight times K3 is
+    finite for log-ratios up to 1e9 nats. Raises ValueError on another kind of weight.
     """
     if importance not in CHOICES["importance"][1:]:
         raise ValueError(f"importance={importance!r}: allowed are token, sequence")

@@ -35,7 +35,8 @@ def will_log(args: Any, state: Any) -> bool:
         return True
     if args.logging_strategy != "steps":
         return args.logging_strategy == "epoch"
-    every = args.logging_steps
+    # in training the state decides: a resumed one has the logging_steps of its checkpoint
+    every = state.logging_steps if state.max_steps > 0 else args.logging_steps
     if every < 1:  # a share of the training
         every = max(1, math.ceil(every * state.max_steps))
     return step % every == 0

@@ -7,6 +7,7 @@ __all__ = ['objective', 'warn_about', 'stock_trainer']
 
 # %% ../../nbs/trainers/08_objective.ipynb #4a1c1603
 import warnings
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -19,13 +20,18 @@ from ..theory.config import KLConfig
 # %% ../../nbs/trainers/08_objective.ipynb #4a1c1306
 @cache
 def objective(kl: KLConfig) -> str:
-    """The on-policy objective of a `KLConfig`, as `named_objective` says it."""
+    """The on-policy objective of a `KLConfig`, as `named_objective` says it.
+
+    It is computed where no estimate reaches a bound, and says so if there is one.
+    """
     if not kl.active:
         return "no KL"
     rng = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 13, 3, generator=rng, dtype=torch.float64)
     policy, ref = (PrefixTreePolicy(x, 3) for x in logits)
-    return named_objective(expected_gradient(policy, ref, kl), policy, ref)
+    plain = replace(kl, clip=None)
+    name = named_objective(expected_gradient(policy, ref, plain), policy, ref)
+    return name if kl.clip is None else f"{name}, where K3 is below its bound"
 
 # %% ../../nbs/trainers/08_objective.ipynb #4a1c1317
 def warn_about(kl: KLConfig) -> None:
@@ -44,9 +50,10 @@ def warn_about(kl: KLConfig) -> None:
             "may collapse",
             stacklevel=4,
         )
-    elif name == "none of these":
+    elif name.startswith("none of these"):
         warnings.warn(
-            f"{kl.label}: its expected gradient is that of no KL divergence", stacklevel=4
+            f"{kl.label}: its expected gradient is that of none of the four divergences",
+            stacklevel=4,
         )
 
 # %% ../../nbs/trainers/08_objective.ipynb #4a1c1314
@@ -56,11 +63,13 @@ def stock_trainer(config: KLConfig) -> tuple[type, type, dict]:
     Raises ValueError when the stock trainers do not have that configuration.
     """
     parts = (config.estimator, config.placement, config.credit, config.importance)
+    plain = config.clip is None and config.direction == "reverse"
     if not config.active:
         return RLOOTrainer, RLOOConfig, {"beta": 0.0}
-    if parts == ("k1", "reward", "sequence", "none"):
+    if plain and parts == ("k1", "reward", "sequence", "none"):
         return RLOOTrainer, RLOOConfig, {"beta": config.beta}
-    if parts in (("k3", "loss", "sequence", "none"), ("k3", "both", "token", "token")):
+    stock_k3 = (("k3", "loss", "sequence", "none"), ("k3", "both", "token", "token"))
+    if plain and parts in stock_k3:
         corrected = config.placement == "both"
         return (
             GRPOTrainer,

@@ -154,8 +154,7 @@ class KLRLOOTrainer(_KLOverrides, RLOOTrainer):
     setting of TRL's own KL, on log-probs that are not finite (`LogProbNotFinite`), and when
     the start is refused.
 
-    >>> from kl_comedy.theory.surrogate import KLConfig
-    >>> from kl_comedy.trainers.rloo_grpo import KLRLOOTrainer
+    >>> from kl_comedy import KLConfig, KLRLOOTrainer
     >>> from trl import RLOOConfig
     >>> kl = KLConfig("k1", "reward", beta=0.05)
     >>> args = RLOOConfig("out", max_completion_length=256, bf16=False)
@@ -195,8 +194,7 @@ class KLRLOOTrainer(_KLOverrides, RLOOTrainer):
 class KLGRPOTrainer(_KLOverrides, GRPOTrainer):
     """TRL's `GRPOTrainer` with the KL of `kl`, a `KLConfig`; as `KLRLOOTrainer`.
 
-    >>> from kl_comedy.theory.surrogate import KLConfig
-    >>> from kl_comedy.trainers.rloo_grpo import KLGRPOTrainer
+    >>> from kl_comedy import KLConfig, KLGRPOTrainer
     >>> from trl import GRPOConfig
     >>> kl = KLConfig("k3", "loss", beta=0.05)
     >>> args = GRPOConfig("out", loss_type="dr_grpo", scale_rewards="none", bf16=False)

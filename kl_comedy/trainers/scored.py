@@ -109,6 +109,11 @@ def from_packed(packed: ScoredBatch, sequence: Tensor) -> ScoredBatch:
     leave out further tokens. `sequence`: the number of each token's sequence, as in
     `sequence_tokens`. Raises ValueError on a shape that does not fit.
     """
+    if packed.mask.shape != sequence.shape:
+        raise ValueError(
+            f"mask has shape {tuple(packed.mask.shape)}: one value for each token of "
+            f"sequence, {tuple(sequence.shape)}, is needed"
+        )
     counted = sequence.masked_fill(~packed.mask, -1)
     count = None if packed.group is None else len(packed.group)
     positions, mask = sequence_tokens(counted, count)
